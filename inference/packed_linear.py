@@ -1,0 +1,60 @@
+"""A faster matrix product for half-precision backbones on CPUs without half-precision instructions.
+
+There, torch multiplies a few bf16 rows one by one: a pass over 8 tokens costs several times a pass over one, and no
+tree pays. FBGEMM keeps the same weights as fp16, packed for the product, and multiplies in fp32, so that few rows cost
+nearly what one does. This is a second copy of the linear weights in memory (2 bytes each).
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+FP16_MAX = torch.finfo(torch.float16).max
+ENGINES = ("fbgemm", "x86")
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with packed weights; the products are summed in fp32 and returned in the input's dtype."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed).to(x.dtype)
+
+
+def can_pack(model: PreTrainedModel) -> str | None:
+    """Why `pack_linears` does not work for this model, or None if it does."""
+    if not any(engine in torch.backends.quantized.supported_engines for engine in ENGINES):
+        return "this build of torch has no FBGEMM"
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    for weight in weights:
+        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
+            return f"a weight is {weight.dtype} on {weight.device}; packing is for bfloat16 and float16 on a CPU"
+        if weight.detach().abs().max() > FP16_MAX:
+            return f"a weight is beyond the range of fp16 ({FP16_MAX:.0f})"
+    return None
+
+
+def pack_linears(model: PreTrainedModel) -> PreTrainedModel:
+    """A view of `model` with packed linear layers. It shares every parameter; `model` itself stays as it is.
+
+    Raises:
+        ValueError: the model or this machine does not allow it, with the reason.
+    """
+    reason = can_pack(model)
+    if reason is not None:
+        raise ValueError(f"the weights cannot be packed: {reason}; use pack_weights=False")
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    view = copy.deepcopy(model, memo=dict(shared))
+    for name, module in list(view.named_modules()):
+        if isinstance(module, nn.Linear):
+            parent, _, attribute = name.rpartition(".")
+            setattr(view.get_submodule(parent), attribute, PackedLinear(module))
+    return view

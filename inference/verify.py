@@ -1,0 +1,83 @@
+"""Run the backbone: once over the prompt, then once over every candidate tree.
+
+N nodes, T prompt length, D hidden, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from medusa.backbone import Backbone
+from medusa.tree import CandidateTree
+
+from .cache import TreeCache
+from .layout import TreeLayout
+from .tree_attention import SUPPORTED_ATTENTION, tree_attention
+
+ALIBI_MODELS = ("bloom", "mpt")
+
+
+def prefill(backbone: Backbone, input_ids: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
+    """Cache the prompt [T]; returns the last position's hidden state [D] and logits [V]."""
+    hidden = backbone.extend(input_ids[None], cache)[0, -1]
+    return hidden, backbone.logits(hidden)
+
+
+def verify(backbone: Backbone, tokens: Tensor, layout: TreeLayout, cache: TreeCache) -> tuple[Tensor, Tensor]:
+    """Check a whole tree in one pass; its N positions end up in the cache behind the text.
+
+    Args:
+        backbone: the target.
+        tokens: candidate tokens, [N].
+        layout: the tree.
+        cache: holds the text before the root.
+
+    Returns:
+        The hidden state [N, D] and the logits [N, V] after each node.
+    """
+    position = cache.length + layout.depths
+    if backbone.context_length is not None:
+        # Nodes past the context's end are never emitted, but learned position tables have no row for them.
+        position = position.clamp(max=backbone.context_length - 1)
+    with tree_attention(layout):
+        hidden = backbone.extend(tokens[None], cache, position[None])[0]
+    return hidden, backbone.logits(hidden)
+
+
+@torch.inference_mode()
+def check_tree_attention(backbone: Backbone) -> None:
+    """Refuse a backbone that does not attend along a tree, by trying: each path must give what plain text gives.
+
+    Raises:
+        ValueError: the attention implementation takes no tree mask, or the model's positions do not follow
+            `position_ids` (ALiBi) or its masks do not go through transformers' table.
+    """
+    model = backbone.model
+    name = type(model).__name__
+    attention = model.config._attn_implementation
+    if attention not in SUPPORTED_ATTENTION:
+        raise ValueError(
+            f"attention implementation {attention!r} takes no tree mask; load {name} with attn_implementation= one of "
+            f"{', '.join(SUPPORTED_ATTENTION)}"
+        )
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in ALIBI_MODELS or getattr(config, "alibi", False):
+        raise ValueError(
+            f"{name} uses ALiBi, whose positions follow the order in the cache and not the depth in the tree; "
+            "tree verification would change its output. Use plain `generate` for this one"
+        )
+    device = backbone.lm_weight.device
+    prompt = torch.arange(3, 9, device=device)
+    tokens = torch.arange(1, 5, device=device)
+    layout = TreeLayout.of(CandidateTree.from_paths([(0,), (1,), (1, 0)]), device)
+    cache = TreeCache(backbone.num_layers, len(prompt) + len(tokens))
+    prefill(backbone, prompt, cache)
+    hidden, _ = verify(backbone, tokens, layout, cache)
+    for node in (1, 3):
+        text = torch.cat([prompt, tokens[layout.ancestors[node]]])
+        expected = backbone.hidden(text[None])[0, -1]
+        error = (hidden[node] - expected).float().norm() / expected.float().norm()
+        if not error < (1e-3 if expected.dtype in (torch.float32, torch.float64) else 5e-2):
+            raise ValueError(
+                f"{name} does not follow a tree mask (hidden states differ by {float(error):.0%} from plain decoding), "
+                "so its output would change; this architecture is not supported. Use plain `generate`"
+            )

@@ -1,0 +1,162 @@
+"""The native checkpoint: a directory with the heads, their configuration and, where known, tree and provenance.
+
+Tensors carry the names of the reference implementation, so that full-vocabulary `own` heads load in serving engines as
+they are. Everything written is read back and compared before it counts as saved.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .config import MedusaConfig
+
+HEADS_FILE = "medusa_lm_head.safetensors"
+CONFIG_FILE = "config.json"
+PROVENANCE_FILE = "provenance.json"
+DRAFT_VOCAB = "draft_vocab"
+FORMAT_VERSION = 1
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Give a temporary directory that takes the place of `target` only when the block ends without an error."""
+    target = Path(os.path.abspath(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield work
+        work.chmod(0o777 & ~_umask())
+        replaced = target.with_name(f".{target.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if target.exists():
+            target.rename(replaced)
+        work.rename(target)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def fingerprint(weight: Tensor) -> list[float]:
+    """A few entries of the LM head, spread over it: enough to tell one backbone from another in any dtype."""
+    flat = weight.detach().flatten()
+    entries = torch.linspace(0, len(flat) - 1, steps=min(32, len(flat)), dtype=torch.float64).long()
+    return [round(value, 6) for value in flat[entries.to(flat.device)].float().tolist()]
+
+
+def write_heads(directory: Path, state: dict[str, Tensor], config: MedusaConfig, facts: dict[str, Any]) -> None:
+    """Write heads and configuration into an existing directory and read them back.
+
+    Args:
+        directory: where to.
+        state: the heads' tensors by reference name.
+        config: their architecture.
+        facts: more entries of config.json: hidden_size, vocab_size, base_model_name_or_path, ...
+
+    Raises:
+        ValueError: a tensor is not finite, a head's projection is all zero, or the file read back differs.
+    """
+    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"head tensor {name} holds NaN or infinity; nothing was saved")
+        if name.endswith(f".{config.num_layers}.weight") and not tensor.any():
+            raise ValueError(f"head tensor {name} is all zero, so the head was never built; nothing was saved")
+    if config.draft_vocab is not None:
+        tensors[DRAFT_VOCAB] = torch.tensor(config.draft_vocab)
+    save_file(tensors, directory / HEADS_FILE, metadata={"format": "pt"})
+    stored = load_file(directory / HEADS_FILE)
+    for name, tensor in tensors.items():
+        if name not in stored or not torch.equal(stored[name], tensor):
+            raise ValueError(f"head tensor {name} reads back differently from {directory / HEADS_FILE}: disk fault?")
+    entries = {
+        "model_type": "medusa",
+        "medusa_format_version": FORMAT_VERSION,
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "medusa_projection": config.projection,
+        "medusa_root_conditioned": config.root_conditioned,
+        "medusa_fc_bias": True,
+        **facts,
+    }
+    (directory / CONFIG_FILE).write_text(json.dumps(entries, indent=2) + "\n")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read a checkpoint's config.json.
+
+    Raises:
+        ValueError: the directory or the file is missing, is not JSON, or belongs to something else.
+    """
+    file = directory / CONFIG_FILE
+    if not directory.is_dir():
+        raise ValueError(f"there is no directory {directory}; give the path of a Medusa checkpoint or its hub id")
+    if not file.is_file():
+        raise ValueError(f"{directory} is not a Medusa checkpoint: it has no {CONFIG_FILE}")
+    try:
+        entries = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not JSON ({error}); the checkpoint is damaged") from error
+    if not isinstance(entries, dict) or "medusa_num_heads" not in entries:
+        kind = entries.get("model_type") if isinstance(entries, dict) else None
+        raise ValueError(
+            f"{directory} holds no Medusa heads (model_type {kind!r}); if it is a backbone, load it with "
+            "AutoModelForCausalLM and use MedusaModel.attach"
+        )
+    version = entries.get("medusa_format_version", FORMAT_VERSION)
+    if version > FORMAT_VERSION:
+        raise ValueError(f"{directory} was made by a newer medusa-heads (format {version}; this one reads {FORMAT_VERSION})")
+    return entries
+
+
+def read_heads(directory: Path) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
+    """Read the heads' tensors, and the draft vocabulary where there is one.
+
+    Raises:
+        ValueError: the file is missing, truncated, or holds values that are not finite.
+    """
+    file = directory / HEADS_FILE
+    if not file.is_file():
+        raise ValueError(f"{directory} has no {HEADS_FILE}: the checkpoint is incomplete, copy or download it again")
+    try:
+        with safe_open(file, framework="pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"{file}: tensor {name} holds NaN or infinity")
+    vocab = tensors.pop(DRAFT_VOCAB, None)
+    return tensors, None if vocab is None else tuple(vocab.tolist())
+
+
+def check_tensors(file: Path, stored: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare names and shapes with what the configuration asks for.
+
+    Raises:
+        ValueError: every missing, unexpected and wrongly shaped tensor is named.
+    """
+    problems = [f"missing {name}" for name in expected if name not in stored]
+    problems += [f"unexpected {name}" for name in stored if name not in expected]
+    problems += [
+        f"{name} has shape {tuple(stored[name].shape)}, expected {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in stored and stored[name].shape != tensor.shape
+    ]
+    if problems:
+        raise ValueError(f"{file} does not hold the heads that its config.json describes: " + "; ".join(problems))

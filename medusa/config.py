@@ -1,0 +1,42 @@
+"""What a set of Medusa heads looks like, independent of any backbone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PROJECTIONS = ("own", "shared")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig:
+    """Architecture of the heads.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    num_heads: int = 4
+    """K. Head k (0-based) predicts the token at t+2+k from the hidden state at t."""
+    num_layers: int = 1
+    """L. Residual blocks per head."""
+    projection: str = "own"
+    """`own`: every head has a vocabulary projection, copied from the LM head. `shared`: all use the frozen LM head."""
+    draft_vocab: Sequence[int] | None = None
+    """Token ids that the heads may propose (ascending, unique); None is the whole vocabulary."""
+    root_conditioned: bool = False
+    """Whether a head also sees the embedding of the root, the token the backbone chose for t+1."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"MedusaConfig.{name} is {value!r}; it must be a whole number of at least 1")
+        if self.projection not in PROJECTIONS:
+            raise ValueError(f"MedusaConfig.projection is {self.projection!r}; allowed: {', '.join(PROJECTIONS)}")
+        if self.draft_vocab is not None:
+            ids = tuple(int(i) for i in self.draft_vocab)
+            if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:
+                raise ValueError(
+                    "MedusaConfig.draft_vocab must hold token ids in ascending order, each once, none negative; "
+                    f"got {len(ids)} ids starting {list(ids[:5])}"
+                )
+            object.__setattr__(self, "draft_vocab", ids)

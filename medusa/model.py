@@ -1,0 +1,191 @@
+"""A backbone with heads."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .backbone import Backbone
+from .checkpoint import (
+    HEADS_FILE,
+    PROVENANCE_FILE,
+    atomic_directory,
+    check_tensors,
+    fingerprint,
+    read_config,
+    read_heads,
+    write_heads,
+)
+from .config import MedusaConfig
+from .heads import MedusaHeads
+from .tree_search import SearchedTree
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that a checkpoint needs."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write the tokenizer's files."""
+
+
+class MedusaModel(nn.Module):
+    """A causal LM and the heads that guess ahead of it."""
+
+    def __init__(self, backbone: Backbone, heads: MedusaHeads, searched_tree: SearchedTree | None = None) -> None:
+        super().__init__()
+        self.model = backbone.model
+        self.heads = heads
+        self.backbone = backbone
+        self.searched_tree = searched_tree
+        """The tree found for these heads, if one was."""
+
+    @property
+    def config(self) -> MedusaConfig:
+        """The heads' architecture."""
+        return self.heads.config
+
+    @classmethod
+    def attach(cls, backbone: PreTrainedModel, config: MedusaConfig) -> "MedusaModel":
+        """Put fresh heads on a loaded model. The backbone is used as it is, not copied or changed.
+
+        Raises:
+            ValueError: the model cannot carry heads, or the draft vocabulary does not fit it.
+        """
+        return cls.attach_parts(Backbone(backbone), config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_hub_id: str | Path,
+        dtype: str | torch.dtype = "auto",
+        device_map: str | dict[str, Any] | None = None,
+        backbone: PreTrainedModel | None = None,
+    ) -> "MedusaModel":
+        """Load heads and the backbone they were trained on.
+
+        Args:
+            path_or_hub_id: directory of a checkpoint, or its repository on the hub.
+            dtype: of the backbone and the heads; "auto" takes the backbone's own.
+            device_map: as in transformers.
+            backbone: a loaded backbone to use instead of the one that the checkpoint names.
+
+        Raises:
+            ValueError: the checkpoint is missing, damaged or made for another backbone.
+        """
+        directory = local_directory(path_or_hub_id)
+        entries = read_config(directory)
+        tensors, draft_vocab = read_heads(directory)
+        if backbone is None:
+            backbone = load_backbone(entries.get("base_model_name_or_path"), dtype, device_map)
+        config = MedusaConfig(
+            num_heads=entries["medusa_num_heads"],
+            num_layers=entries.get("medusa_num_layers", 1),
+            projection=entries.get("medusa_projection", "own"),
+            draft_vocab=draft_vocab,
+            root_conditioned=entries.get("medusa_root_conditioned", False),
+        )
+        parts = Backbone(backbone)
+        check_backbone(directory, entries, parts)
+        model = cls.attach_parts(parts, config)
+        check_tensors(directory / HEADS_FILE, tensors, model.heads.state_dict())
+        model.heads.load_state_dict(tensors)
+        try:
+            model.searched_tree = SearchedTree.load(directory)
+        except ValueError:
+            model.searched_tree = None
+        return model
+
+    @classmethod
+    def attach_parts(cls, parts: Backbone, config: MedusaConfig) -> "MedusaModel":
+        """`attach`, for a backbone that is taken apart already."""
+        return cls(parts, MedusaHeads(config, parts.lm_weight, parts.lm_bias, parts.root_table, parts.transform))
+
+    def save_pretrained(
+        self,
+        path: str | Path,
+        tokenizer: Tokenizer | None = None,
+        provenance: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the heads (not the backbone) as a native checkpoint; an older one there is replaced at the end.
+
+        Args:
+            path: the checkpoint's directory.
+            tokenizer: saved beside the heads, for engines that look for it there.
+            provenance: how the heads were made, saved as provenance.json.
+
+        Raises:
+            ValueError: the heads hold values that are not finite, or do not read back as written.
+        """
+        facts = {
+            "base_model_name_or_path": self.model.config._name_or_path,
+            "hidden_size": self.backbone.hidden_size,
+            "vocab_size": self.backbone.vocab_size,
+            "backbone_fingerprint": fingerprint(self.backbone.lm_weight),
+        }
+        with atomic_directory(Path(path)) as work:
+            write_heads(work, self.heads.state_dict(), self.config, facts)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(work))
+            if provenance is not None:
+                (work / PROVENANCE_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
+            if self.searched_tree is not None:
+                self.searched_tree.save(work)
+
+
+def local_directory(path_or_hub_id: str | Path) -> Path:
+    """The checkpoint's directory, downloaded first where a hub id is given.
+
+    Raises:
+        ValueError: there is neither such a directory nor such a repository.
+    """
+    if Path(path_or_hub_id).is_dir():
+        return Path(path_or_hub_id)
+    try:
+        return Path(snapshot_download(str(path_or_hub_id)))
+    except Exception as error:  # the hub client raises a dozen kinds, all mean the same here
+        raise ValueError(
+            f"{str(path_or_hub_id)!r} is neither a directory nor a repository that the hub gives ({error})"
+        ) from error
+
+
+def load_backbone(
+    name_or_path: str | None, dtype: str | torch.dtype = "auto", device_map: str | dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """Load a causal LM from a directory or the hub.
+
+    Raises:
+        ValueError: it is not there or is no causal LM.
+    """
+    if not name_or_path:
+        raise ValueError("the checkpoint does not name its backbone (base_model_name_or_path); pass `backbone=`")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, device_map=device_map)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot load the backbone {name_or_path!r}: {error}") from error
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+def check_backbone(directory: Path, entries: dict[str, Any], backbone: Backbone) -> None:
+    """Refuse a backbone that the heads were not made for.
+
+    Raises:
+        ValueError: hidden size, vocabulary or LM head differ, with both values.
+    """
+    for key, actual in (("hidden_size", backbone.hidden_size), ("vocab_size", backbone.vocab_size)):
+        if key in entries and entries[key] != actual:
+            raise ValueError(
+                f"{directory} was made for a backbone with {key} {entries[key]}, this one has {actual}; "
+                f"use {entries.get('base_model_name_or_path')!r}"
+            )
+    expected = torch.tensor(entries.get("backbone_fingerprint", []))
+    found = torch.tensor(fingerprint(backbone.lm_weight))
+    if len(expected) and not torch.allclose(found, expected, rtol=0.02, atol=1e-4):
+        raise ValueError(
+            f"{directory} was made for a backbone with another LM head, so its guesses would be wrong; "
+            f"use {entries.get('base_model_name_or_path')!r}"
+        )

@@ -1,0 +1,89 @@
+"""Find the best tree of every size for given heads, from how often each path of guesses was right.
+
+P positions of held-out text, K heads.
+"""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path as FilePath
+
+from torch import Tensor
+
+from .tree import CandidateTree, Path
+
+MISS = -1
+"""In a table of ranks: the true token is not among the guesses that were looked at, or the text has ended."""
+TREE_FILE = "medusa_tree.json"
+
+
+@dataclass(frozen=True)
+class SearchedTree:
+    """Nodes in the order in which a growing tree takes them, each with the share of steps that accept it."""
+
+    paths: tuple[Path, ...]
+    gains: tuple[float, ...]
+    positions: int
+    """How many held-out positions the gains were counted over."""
+
+    def best(self, num_nodes: int) -> CandidateTree:
+        """The best tree of `num_nodes` nodes (root included), or the whole tree where it is smaller."""
+        return CandidateTree.from_paths(self.paths[: max(num_nodes - 1, 0)])
+
+    def tokens_per_step(self, num_nodes: int) -> float:
+        """Expected tokens that a step emits with the best tree of `num_nodes` nodes."""
+        return 1.0 + sum(self.gains[: max(num_nodes - 1, 0)])
+
+    def save(self, directory: FilePath) -> None:
+        """Write the tree beside the heads."""
+        (directory / TREE_FILE).write_text(json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, directory: FilePath) -> "SearchedTree":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: there is no searched tree, or the file is not one.
+        """
+        file = directory / TREE_FILE
+        try:
+            stored = json.loads(file.read_text())
+            paths, gains = stored["paths"], stored["gains"]
+            return cls(tuple(tuple(path) for path in paths), tuple(gains), stored["positions"])
+        except FileNotFoundError:
+            raise ValueError(f"{directory} holds no searched tree; make one: medusa tree {directory} --data FILE") from None
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is not a searched tree ({error}); make it again: medusa tree") from error
+
+
+def search_tree(ranks: Tensor, max_nodes: int) -> SearchedTree:
+    """Order nodes by how often the whole path to them is right.
+
+    The frequency is counted jointly, so heads that fail together are not taken for independent. A path is never more
+    frequent than its parent, so the first N-1 paths are the best tree of N nodes for every N.
+
+    Args:
+        ranks: [P, K], the rank of the true token among each head's guesses, or MISS.
+        max_nodes: size of the largest tree, root included.
+
+    Raises:
+        ValueError: no positions, or fewer than one node.
+    """
+    if len(ranks) == 0:
+        raise ValueError("the tree search needs held-out positions; the data supervises none")
+    if max_nodes < 1:
+        raise ValueError(f"a tree has at least its root: max_nodes is {max_nodes}, use 1 or more")
+    hits: Counter[Path] = Counter()
+    for row in ranks.tolist():
+        path: Path = ()
+        for rank in row:
+            if rank == MISS:
+                break
+            path = (*path, rank)
+            hits[path] += 1
+    ordered = sorted(hits.items(), key=lambda item: (-item[1], len(item[0]), item[0]))[: max_nodes - 1]
+    return SearchedTree(
+        paths=tuple(path for path, _ in ordered),
+        gains=tuple(count / len(ranks) for _, count in ordered),
+        positions=len(ranks),
+    )
