@@ -148,7 +148,10 @@ class MedusaHeads(nn.ModuleList):
 
     def features(self, hidden: Tensor, root: Tensor) -> Tensor:
         """What each head's projection sees: hidden [P, D] and root ids [P] -> [K, P, D]."""
-        embedding = None if self.root_table is None else F.embedding(root, self.root_table).to(hidden.dtype)
+        embedding = None
+        if self.root_table is not None:
+            # Embeddings are tens of times smaller than final hidden states; at unit size the heads learn from them.
+            embedding = F.rms_norm(F.embedding(root, self.root_table).to(hidden.dtype), hidden.shape[-1:])
         return torch.stack([head.features(hidden, embedding) for head in self.heads()])
 
     def forward(self, hidden: Tensor, root: Tensor) -> Tensor:
