@@ -1,0 +1,9 @@
+"""Train Medusa heads: data -> (self-distillation) -> hidden states -> loss -> checkpoint."""
+
+if __name__ == "train":
+    raise ImportError("import medusa.train: the bare folder would be a second copy of the package")
+
+from .config import TrainConfig, load_config
+from .loop import train
+
+__all__ = ["TrainConfig", "load_config", "train"]

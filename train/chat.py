@@ -1,0 +1,104 @@
+"""Read chats: one JSON object a line, in any of a few shapes, to lists of messages."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Message = dict[str, str]
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "system": "system",
+}
+ROLES = ("system", "user", "assistant")
+
+
+class RowError(ValueError):
+    """A row that cannot be used; the others can."""
+
+
+@dataclass
+class ReadReport:
+    """What became of a file's rows."""
+
+    kept: int = 0
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    """Line number and reason."""
+
+    def summary(self) -> str:
+        """One line, with the first reasons."""
+        text = f"{self.kept} rows kept, {len(self.dropped)} dropped"
+        reasons = "; ".join(f"line {line}: {reason}" for line, reason in self.dropped[:3])
+        return text + (f" ({reasons}{'; ...' if len(self.dropped) > 3 else ''})" if reasons else "")
+
+
+def read_jsonl(file: str | Path) -> Iterator[tuple[int, Any]]:
+    """Yield line numbers (from 1) and parsed lines; a line that is no JSON gives a RowError in its place.
+
+    Raises:
+        ValueError: there is no such file, or it is not text.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"there is no data file {path}")
+    with path.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        yield number, json.loads(line)
+                    except json.JSONDecodeError as error:
+                        yield number, RowError(f"not JSON ({error})")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def messages_of(row: Any) -> list[Message]:
+    """The messages of one row, OpenAI (`messages`) or ShareGPT (`conversations`); content is never altered.
+
+    A chat that starts with the assistant is kept from its first user turn on.
+
+    Raises:
+        RowError: the row has another shape; the message names the field.
+    """
+    if isinstance(row, RowError):
+        raise row
+    if not isinstance(row, dict):
+        raise RowError(f"a row must be a JSON object, this is {type(row).__name__}")
+    if "messages" in row:
+        messages = [_message(turn, "role", "content", "messages") for turn in _list(row, "messages")]
+    elif "conversations" in row:
+        messages = [_message(turn, "from", "value", "conversations") for turn in _list(row, "conversations")]
+    else:
+        raise RowError(f"the row has neither 'messages' nor 'conversations'; its fields: {', '.join(row) or 'none'}")
+    system = [message for message in messages[:1] if message["role"] == "system"]
+    turns = messages[len(system) :]
+    while turns and turns[0]["role"] != "user":
+        turns = turns[1:]
+    if not turns:
+        raise RowError("the chat has no user turn")
+    return system + turns
+
+
+def _list(row: dict[str, Any], name: str) -> list[Any]:
+    turns = row[name]
+    if not isinstance(turns, list) or not turns:
+        raise RowError(f"'{name}' must be a list of turns that is not empty")
+    return turns
+
+
+def _message(turn: Any, role_field: str, text_field: str, where: str) -> Message:
+    if not isinstance(turn, dict) or role_field not in turn or text_field not in turn:
+        raise RowError(f"a turn in '{where}' lacks '{role_field}' or '{text_field}'")
+    role, text = turn[role_field], turn[text_field]
+    role = SHAREGPT_ROLES.get(role) if role_field == "from" else role
+    if role not in ROLES:
+        raise RowError(f"unknown role {turn[role_field]!r} in '{where}'; known: {', '.join(SHAREGPT_ROLES)}")
+    if not isinstance(text, str):
+        raise RowError(f"'{text_field}' in '{where}' must be text, this is {type(text).__name__}")
+    return {"role": role, "content": text}

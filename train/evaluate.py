@@ -1,0 +1,78 @@
+"""How often the heads are right on held-out text. P positions, K heads."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa.heads import MedusaHeads
+from medusa.tree_search import MISS
+
+from .hidden_states import HiddenStates
+from .pairs import make_batch
+from .supervision import IGNORE, TrainingRow
+
+TOP = 10
+EVALUATION_FILE = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class HeadAccuracy:
+    """Share of supervised positions at which a head's first 1, 5 or 10 guesses hold the token that came."""
+
+    top1: list[float]
+    top5: list[float]
+    top10: list[float]
+    positions: list[int]
+    """How many each head was judged on."""
+
+    def save(self, directory: Path) -> None:
+        """Write the figures beside the heads."""
+        (directory / EVALUATION_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    def table(self) -> list[list[str]]:
+        """Rows for people: head, top-1, top-5, top-10, positions."""
+        return [
+            [str(k), *(f"{share[k]:.3f}" for share in (self.top1, self.top5, self.top10)), str(self.positions[k])]
+            for k in range(len(self.top1))
+        ]
+
+
+def target_ranks(heads: MedusaHeads, hidden: Tensor, root: Tensor, targets: Tensor) -> Tensor:
+    """Where the right token stands among each head's first TOP guesses, [P, K]; MISS if it does not, or there is none."""
+    logits = heads(hidden, root)  # [K, P, Vd]
+    guesses = heads.to_vocab(logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices)  # [K, P, TOP]
+    hits = guesses == targets.T[..., None]
+    return torch.where(hits.any(dim=-1), hits.int().argmax(dim=-1), MISS).T
+
+
+@torch.no_grad()
+def rank_rows(
+    heads: MedusaHeads, rows: list[TrainingRow], states: HiddenStates, batch_size: int = 8, progress: Any = None
+) -> tuple[Tensor, Tensor]:
+    """`target_ranks` and targets of whole rows, [P, K] each."""
+    parameter = next(heads.parameters())
+    ranks, targets = [], []
+    for start in range(0, len(rows), batch_size):
+        part = rows[start : start + batch_size]
+        batch = make_batch(part, states.of(part), len(heads), parameter.device)
+        ranks.append(target_ranks(heads, batch.hidden.to(parameter.dtype), batch.root, batch.targets).cpu())
+        targets.append(batch.targets.cpu())
+        if progress is not None:
+            progress(len(part))
+    return torch.cat(ranks), torch.cat(targets)
+
+
+def accuracy(ranks: Tensor, targets: Tensor) -> HeadAccuracy:
+    """Sum up what `rank_rows` found."""
+    judged = targets != IGNORE
+    counts = judged.sum(dim=0)
+
+    def share(top: int) -> list[float]:
+        hit = (ranks != MISS) & (ranks < top) & judged
+        return [round(value, 4) for value in (hit.sum(dim=0) / counts.clamp(min=1)).tolist()]
+
+    return HeadAccuracy(share(1), share(5), share(TOP), counts.tolist())
