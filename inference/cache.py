@@ -32,7 +32,9 @@ class TreeCacheLayer(CacheLayerMixin):
         self.values = value_states.new_empty((*value_states.shape[:-2], self.capacity, value_states.shape[-1]))
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Append T positions; returns views of all the keys and values so far, [B, H, length, Dh]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -19,7 +19,7 @@ from .layout import TreeLayout
 from .packed_linear import pack_linears
 from .propose import propose
 from .tree_attention import install
-from .tree_choice import choose_tree
+from .tree_choice import TreeChoice, choose_tree
 from .verify import check_tree_attention, prefill, verify
 
 
@@ -98,6 +98,8 @@ class MedusaDecoder:
         self.model = model
         self.backbone = Backbone(pack_linears(model.model)) if pack_weights else model.backbone
         check_tree_attention(self.backbone)
+        self.choice: TreeChoice | None = None
+        """What was measured to choose the tree, where it was "auto"."""
         self.tree = self._resolve(tree)
         self.tree.check_heads(model.config.num_heads, model.heads.draft_size)
         self.layout = TreeLayout.of(self.tree, self.device)
@@ -121,7 +123,8 @@ class MedusaDecoder:
                 stacklevel=3,
             )
             return CandidateTree.chain(self.model.config.num_heads)
-        return choose_tree(self.model, self.backbone, self.model.searched_tree).tree
+        self.choice = choose_tree(self.model, self.backbone, self.model.searched_tree)
+        return self.choice.tree
 
     def generate(
         self,
@@ -159,8 +162,8 @@ class MedusaDecoder:
         """Like `generate`, but yields the tokens of each step as they are accepted. `stats` is filled on the way."""
         stats = DecodingStats() if stats is None else stats
         prompt = check_input(self.backbone, input_ids, max_new_tokens, do_sample).to(self.device)
-        refuse_unsupported(self.backbone.model)
-        ends = end_tokens(self.backbone.model, eos_token_id)
+        refuse_unsupported(self.model.model)  # a packed view has a copy of the generation config
+        ends = end_tokens(self.model.model, eos_token_id)
         limit = max_new_tokens
         if self.backbone.context_length is not None:
             limit = min(limit, self.backbone.context_length - len(prompt))

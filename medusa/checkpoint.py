@@ -120,7 +120,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         )
     version = entries.get("medusa_format_version", FORMAT_VERSION)
     if version > FORMAT_VERSION:
-        raise ValueError(f"{directory} was made by a newer medusa-heads (format {version}; this one reads {FORMAT_VERSION})")
+        raise ValueError(
+            f"{directory} was made by a newer medusa-heads (format {version}; this one reads {FORMAT_VERSION})"
+        )
     return entries
 
 

@@ -111,7 +111,9 @@ class MedusaHeads(nn.ModuleList):
         weight = lm_weight.detach() if draft_ids is None else lm_weight.detach()[draft_ids]
         bias = None if lm_bias is None else lm_bias.detach() if draft_ids is None else lm_bias.detach()[draft_ids]
 
-        super().__init__(MedusaHead(config, hidden_size, len(weight), bias is not None) for _ in range(config.num_heads))
+        super().__init__(
+            MedusaHead(config, hidden_size, len(weight), bias is not None) for _ in range(config.num_heads)
+        )
         self.config = config
         self.transform = transform
         own = config.projection == "own"

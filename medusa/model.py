@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .backbone import Backbone
 from .checkpoint import (
@@ -22,7 +22,7 @@ from .checkpoint import (
 )
 from .config import MedusaConfig
 from .heads import MedusaHeads
-from .tree_search import SearchedTree
+from .tree_search import TREE_FILE, SearchedTree
 
 
 class Tokenizer(Protocol):
@@ -93,10 +93,8 @@ class MedusaModel(nn.Module):
         model = cls.attach_parts(parts, config)
         check_tensors(directory / HEADS_FILE, tensors, model.heads.state_dict())
         model.heads.load_state_dict(tensors)
-        try:
+        if (directory / TREE_FILE).exists():
             model.searched_tree = SearchedTree.load(directory)
-        except ValueError:
-            model.searched_tree = None
         return model
 
     @classmethod
@@ -168,6 +166,18 @@ def load_backbone(
         raise ValueError(f"cannot load the backbone {name_or_path!r}: {error}") from error
     assert isinstance(model, PreTrainedModel)
     return model.eval()
+
+
+def load_tokenizer(name_or_path: str) -> Any:
+    """Load a tokenizer from a directory or the hub.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot load the tokenizer of {name_or_path!r}: {error}") from error
 
 
 def check_backbone(directory: Path, entries: dict[str, Any], backbone: Backbone) -> None:

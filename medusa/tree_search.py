@@ -48,11 +48,19 @@ class SearchedTree:
         file = directory / TREE_FILE
         try:
             stored = json.loads(file.read_text())
-            paths, gains = stored["paths"], stored["gains"]
-            return cls(tuple(tuple(path) for path in paths), tuple(gains), stored["positions"])
+            paths = tuple(tuple(path) for path in stored["paths"])
+            gains = tuple(float(gain) for gain in stored["gains"])
+            CandidateTree.from_paths(paths)
+            if any(path[:-1] and path[:-1] not in paths[:node] for node, path in enumerate(paths)):
+                raise ValueError("a path stands before its parent")
+            if len(gains) != len(paths):
+                raise ValueError(f"{len(paths)} paths but {len(gains)} gains")
+            return cls(paths, gains, int(stored["positions"]))
         except FileNotFoundError:
-            raise ValueError(f"{directory} holds no searched tree; make one: medusa tree {directory} --data FILE") from None
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{directory} holds no searched tree; make one: medusa tree {directory} --data FILE"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is not a searched tree ({error}); make it again: medusa tree") from error
 
 

@@ -55,6 +55,8 @@ class OptimizationSection:
     """How to learn."""
 
     epochs: int = 1
+    max_steps: int | None = None
+    """Stop after so many steps; the learning rate still reaches 0 at the last one."""
     batch_size: int = 8
     """Rows of one process in one forward pass."""
     accumulation: int = 1
@@ -112,6 +114,7 @@ class TrainConfig:
                 raise ValueError(f"{key} is not set; add it to the YAML or to the command line: {key}=...")
         for key, number in (
             ("optimization.epochs", self.optimization.epochs),
+            ("optimization.max_steps", 1 if self.optimization.max_steps is None else self.optimization.max_steps),
             ("optimization.batch_size", self.optimization.batch_size),
             ("optimization.accumulation", self.optimization.accumulation),
             ("data.max_length", self.data.max_length),
@@ -155,7 +158,9 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), stored, given)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{file} with {list(overrides)}: {str(error).splitlines()[0]} (key {error.full_key})") from error
+        raise ValueError(
+            f"{file} with {list(overrides)}: {str(error).splitlines()[0]} (key {error.full_key})"
+        ) from error
     assert isinstance(config, TrainConfig)
     config.check()
     return config

@@ -1,6 +1,7 @@
 """How often the heads are right on held-out text. P positions, K heads."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ import torch
 from torch import Tensor
 
 from medusa.heads import MedusaHeads
+from medusa.model import MedusaModel
+from medusa.progress import progress_bar
 from medusa.tree_search import MISS
 
-from .hidden_states import HiddenStates
+from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
 from .pairs import make_batch
+from .rows import load_rows
 from .supervision import IGNORE, TrainingRow
 
 TOP = 10
+BATCH_SIZE = 8
 EVALUATION_FILE = "evaluation.json"
 
 
@@ -51,18 +56,17 @@ def target_ranks(heads: MedusaHeads, hidden: Tensor, root: Tensor, targets: Tens
 
 @torch.no_grad()
 def rank_rows(
-    heads: MedusaHeads, rows: list[TrainingRow], states: HiddenStates, batch_size: int = 8, progress: Any = None
+    heads: MedusaHeads, rows: list[TrainingRow], states: HiddenStates, advance: Callable[[int], None]
 ) -> tuple[Tensor, Tensor]:
     """`target_ranks` and targets of whole rows, [P, K] each."""
     parameter = next(heads.parameters())
     ranks, targets = [], []
-    for start in range(0, len(rows), batch_size):
-        part = rows[start : start + batch_size]
+    for start in range(0, len(rows), BATCH_SIZE):
+        part = rows[start : start + BATCH_SIZE]
         batch = make_batch(part, states.of(part), len(heads), parameter.device)
         ranks.append(target_ranks(heads, batch.hidden.to(parameter.dtype), batch.root, batch.targets).cpu())
         targets.append(batch.targets.cpu())
-        if progress is not None:
-            progress(len(part))
+        advance(len(part))
     return torch.cat(ranks), torch.cat(targets)
 
 
@@ -76,3 +80,13 @@ def accuracy(ranks: Tensor, targets: Tensor) -> HeadAccuracy:
         return [round(value, 4) for value in (hit.sum(dim=0) / counts.clamp(min=1)).tolist()]
 
     return HeadAccuracy(share(1), share(5), share(TOP), counts.tolist())
+
+
+def rank_file(model: MedusaModel, tokenizer: Any, file: str, max_length: int, recorded: bool) -> tuple[Tensor, Tensor]:
+    """`rank_rows` of a chat file, with recorded hidden states or from a pass of the backbone."""
+    rows, _ = load_rows(file, tokenizer, max_length)
+    states: HiddenStates = LiveHiddenStates(model.backbone)
+    if recorded:
+        states = RecordedHiddenStates(recording_directory(Path(file)))
+    with progress_bar("evaluating", len(rows)) as advance:
+        return rank_rows(model.heads, rows, states, advance)

@@ -63,7 +63,9 @@ class RecordedHiddenStates:
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"recorded hidden states {file} are damaged ({error}); distill again") from error
         if not self.files:
-            raise ValueError(f"{directory} holds no recorded hidden states; distill with --record, or set data.recorded=false")
+            raise ValueError(
+                f"{directory} holds no recorded hidden states; distill with --record, or set data.recorded=false"
+            )
 
     def of(self, rows: list[TrainingRow]) -> list[Tensor]:
         """Look the rows up.
@@ -79,7 +81,9 @@ class RecordedHiddenStates:
                 states = handle.get_tensor(row.id)
             positions = len(root_positions(row.labels))
             if len(states) < positions:
-                raise ValueError(f"row {row.id!r} has {positions} positions, {len(states)} were recorded; distill again")
+                raise ValueError(
+                    f"row {row.id!r} has {positions} positions, {len(states)} were recorded; distill again"
+                )
             result.append(states[:positions].float())
         return result
 

@@ -49,8 +49,3 @@ def make_batch(rows: list[TrainingRow], hidden: list[Tensor], num_heads: int, de
         root=torch.cat(roots).long().to(device),
         targets=torch.cat(targets).to(device),
     )
-
-
-def count_pairs(rows: list[TrainingRow], num_heads: int) -> int:
-    """How many pairs the rows supervise."""
-    return sum(int((head_targets(row.labels, num_heads) != IGNORE).sum()) for row in rows)

