@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from .decoder import MedusaDecoder
 
@@ -97,6 +97,7 @@ def compare(
 
 def plain_generate(model: PreTrainedModel, prompt: Tensor, max_new_tokens: int) -> list[int]:
     """New tokens of `generate` as people run it: greedy, eager, dynamic cache."""
+    assert isinstance(model, GenerationMixin)
     output = model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),

@@ -21,7 +21,7 @@ class TreeCacheLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, capacity: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] (transformers leaves it untyped)
         self.capacity = capacity
         self.length = 0
 
@@ -41,14 +41,16 @@ class TreeCacheLayer(CacheLayerMixin):
         end = self.length + key_states.shape[-2]
         if end > self.capacity:
             self._grow(end)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def _grow(self, needed: int) -> None:
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.capacity = max(needed, self.capacity + max(GROWTH, self.capacity // 4))
         for name in ("keys", "values"):
             old = getattr(self, name)
@@ -63,7 +65,8 @@ class TreeCacheLayer(CacheLayerMixin):
         """
         end = start + len(rows)
         if self.is_initialized:
-            assert self.keys is not None and self.values is not None
+            assert self.keys is not None
+            assert self.values is not None
             source = rows + start
             self.keys[:, :, start:end] = self.keys[:, :, source]
             self.values[:, :, start:end] = self.values[:, :, source]
@@ -87,7 +90,8 @@ class TreeCache(Cache):
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         """Prepare room for `capacity` positions; memory is taken at the first pass."""
-        super().__init__(layers=[TreeCacheLayer(capacity) for _ in range(num_layers)])
+        self.tree_layers = [TreeCacheLayer(capacity) for _ in range(num_layers)]
+        super().__init__(layers=list(self.tree_layers))
 
     @property
     def length(self) -> int:
@@ -97,8 +101,8 @@ class TreeCache(Cache):
     def keep(self, start: int, rows: Tensor) -> None:
         """Commit the accepted rows of the tree whose pass began at `start`; see `TreeCacheLayer.keep`."""
         if torch.equal(rows, torch.arange(len(rows), device=rows.device)):
-            for layer in self.layers:
+            for layer in self.tree_layers:
                 layer.length = start + len(rows)
             return
-        for layer in self.layers:
+        for layer in self.tree_layers:
             layer.keep(start, rows.to(layer.device) if layer.is_initialized else rows)

@@ -26,7 +26,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed).to(x.dtype)
+        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
+        return y.to(x.dtype)
 
 
 def can_pack(model: PreTrainedModel) -> str | None:

@@ -1,6 +1,5 @@
 """The heads. Shapes: P positions, K heads, D hidden, V vocabulary, Vd draft vocabulary (V where there is none)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -124,28 +123,29 @@ class MedusaHeads(nn.ModuleList):
         self.to(device=lm_weight.device, dtype=lm_weight.dtype)
         if own:
             with torch.no_grad():
-                for head in self:
-                    projection = head[config.num_layers]
-                    projection.weight.copy_(weight)
-                    if bias is not None:
-                        projection.bias.copy_(bias)
+                for k in range(config.num_heads):
+                    own_weight, own_bias = self.projection(k)
+                    own_weight.copy_(weight)
+                    if own_bias is not None and bias is not None:
+                        own_bias.copy_(bias)
 
     @property
     def draft_size(self) -> int:
         """Vd: how many tokens a head chooses from."""
         return len(self.projection(0)[0])
 
-    def heads(self) -> Iterator[MedusaHead]:
-        """The heads in order, typed."""
-        for head in self:
-            assert isinstance(head, MedusaHead)
-            yield head
+    def head(self, k: int) -> MedusaHead:
+        """Head k."""
+        head = self[k]
+        assert isinstance(head, MedusaHead)
+        return head
 
     def projection(self, k: int) -> tuple[Tensor, Tensor | None]:
         """Weight [Vd, D] and bias [Vd] of head k's vocabulary projection."""
         if self.shared_weight is not None:
             return self.shared_weight, self.shared_bias
-        linear = self[k][self.config.num_layers]
+        linear = self.head(k)[self.config.num_layers]
+        assert isinstance(linear, nn.Linear)
         return linear.weight, linear.bias
 
     def features(self, hidden: Tensor, root: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class MedusaHeads(nn.ModuleList):
         if self.root_table is not None:
             # Embeddings are tens of times smaller than final hidden states; at unit size the heads learn from them.
             embedding = F.rms_norm(F.embedding(root, self.root_table).to(hidden.dtype), hidden.shape[-1:])
-        return torch.stack([head.features(hidden, embedding) for head in self.heads()])
+        return torch.stack([head.features(hidden, embedding) for head in map(self.head, range(len(self)))])
 
     def forward(self, hidden: Tensor, root: Tensor) -> Tensor:
         """Logits of every head over the draft vocabulary: hidden [P, D] and root ids [P] -> [K, P, Vd]."""

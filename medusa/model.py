@@ -165,7 +165,8 @@ def load_backbone(
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the backbone {name_or_path!r}: {error}") from error
     assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def load_tokenizer(name_or_path: str) -> Any:

@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from medusa.inference import MedusaDecoder
+from medusa.inference.benchmark import Summary, compare, top2_margin
+from medusa.inference.packed_linear import can_pack
+from medusa.train import load_config, train
+from medusa.train.distill import distill, read_prompts
+from medusa.train.evaluate import HeadAccuracy, accuracy, rank_file
 from prepare_demo_model import prepare
 from rich.columns import Columns
 from rich.console import Console
@@ -21,14 +27,8 @@ from rich.table import Table
 
 from medusa import MedusaModel
 from medusa.backbone import Backbone
-from medusa.inference import MedusaDecoder
-from medusa.inference.benchmark import Summary, compare, top2_margin
-from medusa.inference.packed_linear import can_pack
 from medusa.model import load_backbone, load_tokenizer
 from medusa.progress import progress_bar
-from medusa.train import load_config, train
-from medusa.train.distill import distill, read_prompts
-from medusa.train.evaluate import HeadAccuracy, accuracy, rank_file
 from medusa.tree_search import search_tree
 
 ROOT = Path(__file__).parent.parent

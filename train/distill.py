@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from medusa.backbone import Backbone
 from medusa.progress import progress_bar
@@ -135,6 +135,7 @@ def answer(
         The answers' ids, end token included, and for each the hidden states that its tokens came from, [P, D].
     """
     model = backbone.model
+    assert isinstance(model, GenerationMixin)
     assert model.generation_config is not None
     ends = model.generation_config.eos_token_id
     ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)

@@ -47,7 +47,7 @@ class HeadAccuracy:
 
 
 def target_ranks(heads: MedusaHeads, hidden: Tensor, root: Tensor, targets: Tensor) -> Tensor:
-    """Where the right token stands among each head's first TOP guesses, [P, K]; MISS if it does not, or there is none."""
+    """Rank of the right token among each head's first TOP guesses, [P, K]; MISS if it is not there, or none is."""
     logits = heads(hidden, root)  # [K, P, Vd]
     guesses = heads.to_vocab(logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices)  # [K, P, TOP]
     hits = guesses == targets.T[..., None]
