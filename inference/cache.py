@@ -21,7 +21,7 @@ class TreeCacheLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, capacity: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] (transformers leaves it untyped)
+        super().__init__()  # type: ignore[no-untyped-call]
         self.capacity = capacity
         self.length = 0
 

@@ -26,8 +26,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
-        return y.to(x.dtype)
+        rows = x.float().reshape(-1, x.shape[-1])  # the operator takes no single vector
+        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def can_pack(model: PreTrainedModel) -> str | None:

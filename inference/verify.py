@@ -66,17 +66,22 @@ def check_tree_attention(backbone: Backbone) -> None:
             "tree verification would change its output. Use plain `generate` for this one"
         )
     device = backbone.lm_weight.device
-    prompt = torch.arange(3, 9, device=device)
-    tokens = torch.arange(1, 5, device=device)
+    # Ordinary tokens: the first of a vocabulary are often special, and upset half precision.
+    ids = torch.arange(10, device=device).add(backbone.vocab_size // 2).remainder(backbone.vocab_size)
+    prompt, tokens = ids.split([6, 4])
     layout = TreeLayout.of(CandidateTree.from_paths([(0,), (1,), (1, 0)]), device)
     cache = TreeCache(backbone.num_layers, len(prompt) + len(tokens))
     prefill(backbone, prompt, cache)
     hidden, _ = verify(backbone, tokens, layout, cache)
     for node in (1, 3):
-        text = torch.cat([prompt, tokens[layout.ancestors[node]]])
-        expected = backbone.hidden(text[None])[0, -1]
-        error = (hidden[node] - expected).float().norm() / expected.float().norm()
-        if not error < (1e-3 if expected.dtype in (torch.float32, torch.float64) else 5e-2):
+        path = tokens[layout.ancestors[node]]
+        whole = backbone.hidden(torch.cat([prompt, path])[None])[0, -1]
+        cache = TreeCache(backbone.num_layers, len(prompt) + len(path))
+        prefill(backbone, prompt, cache)
+        plain = backbone.extend(path[None], cache)[0, -1]
+        rounding = (plain - whole).float().norm() / whole.float().norm()
+        error = (hidden[node] - plain).float().norm() / plain.float().norm()
+        if not error <= 4 * rounding + (1e-3 if whole.dtype in (torch.float32, torch.float64) else 2e-2):
             raise ValueError(
                 f"{name} does not follow a tree mask (hidden states differ by {float(error):.0%} from plain decoding), "
                 "so its output would change; this architecture is not supported. Use plain `generate`"

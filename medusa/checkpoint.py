@@ -119,7 +119,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             "AutoModelForCausalLM and use MedusaModel.attach"
         )
     version = entries.get("medusa_format_version", FORMAT_VERSION)
-    if version > FORMAT_VERSION:
+    if not isinstance(version, int) or version > FORMAT_VERSION:
         raise ValueError(
             f"{directory} was made by a newer medusa-heads (format {version}; this one reads {FORMAT_VERSION})"
         )

@@ -32,6 +32,8 @@ class MedusaConfig:
                 raise ValueError(f"MedusaConfig.{name} is {value!r}; it must be a whole number of at least 1")
         if self.projection not in PROJECTIONS:
             raise ValueError(f"MedusaConfig.projection is {self.projection!r}; allowed: {', '.join(PROJECTIONS)}")
+        if not isinstance(self.root_conditioned, bool):
+            raise ValueError(f"MedusaConfig.root_conditioned is {self.root_conditioned!r}; it must be true or false")
         if self.draft_vocab is not None:
             ids = tuple(int(i) for i in self.draft_vocab)
             if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:

@@ -1,9 +1,13 @@
 """What all tests share."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Before anything imports huggingface_hub: a test that asks the network is wrong.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def test_random_trees_match_a_walk(seed: int) -> None:
     layout = TreeLayout.of(tree, torch.device("cpu"))
     lengths = set()
     for _ in range(20):
-        # Each head ranks the vocabulary in an order of its own, so siblings differ, and with 4 tokens hits are frequent.
+        # Each head ranks the vocabulary in its own order, so siblings differ; with 4 tokens hits are frequent.
         ranking = torch.stack([torch.randperm(VOCAB, generator=generator) for _ in range(tree.depth)])
         tokens = ranking[layout.depths.sub(1).clamp(min=0), layout.ranks]
         tokens[0] = torch.randint(VOCAB, (), generator=generator)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from medusa.inference import MedusaDecoder
+from medusa.inference.cache import TreeCache
 from tiny import COMMON, CONFIGS, GROUPED, SCALED, VOCAB, prompt_of, shared_model, tiny_medusa, tiny_model
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -105,7 +107,7 @@ def test_logits_of_another_kind_are_refused() -> None:
 
 RECURRENT: dict[str, PreTrainedConfig] = {
     "Mamba": MambaConfig(vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1),
-    "Rwkv": RwkvConfig(vocab_size=VOCAB, hidden_size=16, attention_hidden_size=16, num_hidden_layers=1),
+    "Rwkv": RwkvConfig(vocab_size=VOCAB, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2),
     "Qwen3Next": Qwen3NextConfig(
         **GROUPED,
         head_dim=16,
@@ -154,6 +156,21 @@ def test_attention_without_a_tree_mask_is_refused(monkeypatch: pytest.MonkeyPatc
     medusa = tiny_medusa(tiny_model("llama"), num_heads=2)
     monkeypatch.setattr(medusa.model.config, "_attn_implementation", attention)
     with pytest.raises(ValueError, match=f"{attention}.*LlamaForCausalLM.*sdpa, eager"):
+        MedusaDecoder(medusa, CandidateTree.chain(2))
+
+
+@pytest.mark.decoding
+def test_model_that_ignores_the_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then plain decoding in pieces is as wrong as the tree, so it must not be the only thing to compare with."""
+    medusa = tiny_medusa(tiny_model("llama"), num_heads=2)
+    extend = medusa.backbone.extend
+
+    def forget(ids: Tensor, cache: TreeCache, position_ids: Tensor | None = None) -> Tensor:
+        extend(ids, cache, position_ids)
+        return extend(ids, TreeCache(medusa.backbone.num_layers, 16), position_ids)
+
+    monkeypatch.setattr(medusa.backbone, "extend", forget)
+    with pytest.raises(ValueError, match="LlamaForCausalLM does not follow a tree mask"):
         MedusaDecoder(medusa, CandidateTree.chain(2))
 
 

@@ -166,7 +166,7 @@ def test_config_that_promises_more_than_there_is(
     backbone: PreTrainedModel, saved: Path, entry: str, value: int
 ) -> None:
     change_config(saved, **{entry: value})
-    with pytest.raises(ValueError, match="does not hold the heads.*missing"):
+    with pytest.raises(ValueError, match=r"does not hold the heads.*missing"):
         MedusaModel.from_pretrained(saved, backbone=backbone)
 
 
@@ -310,29 +310,26 @@ def test_directory_of_a_plain_model(backbone: PreTrainedModel) -> None:
 
 def test_checkpoint_of_a_newer_version(saved: Path) -> None:
     change_config(saved, medusa_format_version=99)
-    with pytest.raises(ValueError, match="newer medusa-heads.*99"):
+    with pytest.raises(ValueError, match=r"newer medusa-heads.*99"):
         MedusaModel.from_pretrained(saved)
 
 
 @pytest.mark.parametrize(
-    ("entry", "value"),
+    ("entry", "value", "message"),
     [
-        ("medusa_format_version", "1"),
-        ("medusa_num_heads", "2"),
-        ("medusa_num_heads", -1),
-        ("medusa_num_layers", None),
-        ("medusa_projection", "mine"),
-        ("medusa_root_conditioned", "no"),
-        ("hidden_size", "32"),
-        ("backbone_fingerprint", "abc"),
-        ("backbone_fingerprint", [1.0]),
-        ("base_model_name_or_path", 7),
+        ("medusa_format_version", "2", "format 2"),
+        ("medusa_num_heads", "2", "num_heads is '2'"),
+        ("medusa_num_heads", -1, "num_heads is -1"),
+        ("medusa_num_layers", None, "num_layers is None"),
+        ("medusa_projection", "mine", "projection is 'mine'"),
+        ("medusa_root_conditioned", "no", "root_conditioned is 'no'"),
+        ("hidden_size", "32", "hidden_size 32"),
+        ("backbone_fingerprint", [1.0], "another LM head"),
     ],
-    ids=str,
 )
-def test_config_entries_of_the_wrong_kind(saved: Path, entry: str, value: object) -> None:
+def test_config_entries_of_the_wrong_kind(saved: Path, entry: str, value: object, message: str) -> None:
     change_config(saved, **{entry: value})
-    with pytest.raises(ValueError, match=f"{entry}|{entry.removeprefix('medusa_')}|7"):
+    with pytest.raises(ValueError, match=message):
         MedusaModel.from_pretrained(saved)
 
 
@@ -344,21 +341,21 @@ def test_missing_files_are_named(saved: Path, name: str) -> None:
 
 
 def test_path_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no-such/dir.*neither a directory nor a repository"):
+    with pytest.raises(ValueError, match=r"no-such/dir.*neither a directory nor a repository"):
         MedusaModel.from_pretrained(tmp_path / "no-such" / "dir")
 
 
 @pytest.mark.parametrize("path", ["", None])
 def test_checkpoint_that_names_no_backbone(backbone: PreTrainedModel, saved: Path, path: str | None) -> None:
     change_config(saved, base_model_name_or_path=path)
-    with pytest.raises(ValueError, match="does not name its backbone.*backbone="):
+    with pytest.raises(ValueError, match=r"does not name its backbone.*backbone="):
         MedusaModel.from_pretrained(saved)
     MedusaModel.from_pretrained(saved, backbone=backbone)
 
 
 def test_backbone_that_is_gone(saved: Path, tmp_path: Path) -> None:
     change_config(saved, base_model_name_or_path=str(tmp_path / "gone" / "away"))
-    with pytest.raises(ValueError, match="cannot load the backbone.*gone/away"):
+    with pytest.raises(ValueError, match=r"cannot load the backbone.*gone/away"):
         MedusaModel.from_pretrained(saved)
 
 
@@ -383,4 +380,5 @@ def test_backbone_of_the_same_shape_with_other_weights(saved: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_same_backbone_in_another_dtype_is_welcome(saved: Path, dtype: torch.dtype) -> None:
-    assert MedusaModel.from_pretrained(saved, backbone=tiny_model("llama", dtype)).heads[0][1].weight.dtype == dtype
+    loaded = MedusaModel.from_pretrained(saved, backbone=tiny_model("llama").to(dtype))
+    assert loaded.heads[0][1].weight.dtype == dtype

@@ -154,6 +154,7 @@ def test_draft_vocabulary_must_fit_the_lm_head() -> None:
         ("num_heads", "4"),
         ("num_layers", 1.5),
         ("projection", "mine"),
+        ("root_conditioned", "no"),
         ("draft_vocab", []),
         ("draft_vocab", [3, 2]),
         ("draft_vocab", [2, 2]),

@@ -113,13 +113,13 @@ def test_contexts_nest() -> None:
 def test_plain_use_with_padding_is_untouched(attention: str) -> None:
     """Without a tree the functions in the table must be transformers' own in every respect, padding included."""
     install()
-    model = shared_model("gemma3", torch.float64, attention)
+    model = shared_model("gemma3", torch.float32, attention)
     ids = prompt_of(12)
     padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
     mask = torch.tensor([[0] * 5 + [1] * 12])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = model(input_ids=padded, attention_mask=mask, position_ids=positions).logits[:, 5:]
-    torch.testing.assert_close(logits, model(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_install_twice_is_once() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -66,10 +67,10 @@ SCALED: dict[str, PreTrainedConfig] = {
 def tiny_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A random model, with weights large enough that its argmax changes from position to position."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config({**CONFIGS, **SCALED}[name]).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(deepcopy({**CONFIGS, **SCALED}[name])).to(dtype).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
+        for path, parameter in model.named_parameters():
+            if parameter.dim() == 2 or path.endswith("bias"):  # biases start at zero, where no test would miss them
                 parameter.normal_(std=0.3)
     assert model.generation_config is not None
     model.generation_config.eos_token_id = None
