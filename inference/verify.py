@@ -79,10 +79,13 @@ def check_tree_attention(backbone: Backbone) -> None:
         cache = TreeCache(backbone.num_layers, len(prompt) + len(path))
         prefill(backbone, prompt, cache)
         plain = backbone.extend(path[None], cache)[0, -1]
-        rounding = (plain - whole).float().norm() / whole.float().norm()
-        error = (hidden[node] - plain).float().norm() / plain.float().norm()
-        if not error <= 4 * rounding + (1e-3 if whole.dtype in (torch.float32, torch.float64) else 2e-2):
+        rounding = float((plain - whole).float().norm() / whole.float().norm())
+        error = float((hidden[node] - plain).float().norm() / plain.float().norm())
+        slack, limit = (1e-3, 1e-3) if whole.dtype in (torch.float32, torch.float64) else (2e-2, 0.25)
+        # A model that ignores its cache is as wrong in pieces as in a tree, so rounding has a limit of its own.
+        worst = max(error, rounding)
+        if not (error <= 4 * rounding + slack and worst <= limit):
             raise ValueError(
-                f"{name} does not follow a tree mask (hidden states differ by {float(error):.0%} from plain decoding), "
+                f"{name} does not follow a tree mask (hidden states differ by {worst:.0%} from plain decoding), "
                 "so its output would change; this architecture is not supported. Use plain `generate`"
             )

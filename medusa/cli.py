@@ -71,8 +71,7 @@ def train(
     from medusa.train import load_config
     from medusa.train import train as run
 
-    final = run(load_config(config, overrides or []))
-    Console(stderr=True).print(f"heads saved in {final}", highlight=False)
+    run(load_config(config, overrides or []))
 
 
 @app.command()

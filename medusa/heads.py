@@ -160,9 +160,16 @@ class MedusaHeads(nn.ModuleList):
         """Logits of every head over the draft vocabulary: hidden [P, D] and root ids [P] -> [K, P, Vd]."""
         features = self.features(hidden, root)
         if self.shared_weight is not None:
-            return self.transform(F.linear(features, self.shared_weight, self.shared_bias))
-        logits = [F.linear(features[k], *self.projection(k)) for k in range(len(self))]
-        return self.transform(torch.stack(logits))
+            return self.transform(self.project(features, 0))
+        return self.transform(torch.stack([self.project(features[k], k) for k in range(len(self))]))
+
+    def project(self, features: Tensor, k: int) -> Tensor:
+        """Head k's vocabulary projection, before the transform: [..., D] -> [..., Vd].
+
+        While fp32 heads train on a half-precision backbone, a shared projection is of another type than the features.
+        """
+        weight, bias = self.projection(k)
+        return F.linear(features, weight.to(features.dtype), None if bias is None else bias.to(features.dtype))
 
     def to_draft(self, token_ids: Tensor) -> Tensor:
         """Vocabulary ids -> indices in the draft vocabulary; -100 where there is none (and for negative ids)."""

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from medusa.inference.accept import accept_greedy
-from medusa.inference.layout import TreeLayout
 from tiny import random_tree
 from torch import Tensor
 
 from medusa import CandidateTree
+from medusa.inference.accept import accept_greedy
+from medusa.inference.layout import TreeLayout
 
 WIDTH = 3
 VOCAB = 4

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from medusa.inference import MedusaDecoder
-from medusa.inference.cache import TreeCache
 from tiny import COMMON, CONFIGS, GROUPED, SCALED, VOCAB, prompt_of, shared_model, tiny_medusa, tiny_model
 from torch import Tensor
 from transformers import (
@@ -24,6 +22,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from medusa import CandidateTree
 from medusa.backbone import Backbone
 from medusa.heads import LogitTransform
+from medusa.inference import MedusaDecoder
+from medusa.inference.cache import TreeCache
 
 
 def build(config: PreTrainedConfig) -> PreTrainedModel:

@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
-from medusa.inference.cache import GROWTH, TreeCache, TreeCacheLayer
 from torch import Tensor
+
+from medusa.inference.cache import GROWTH, TreeCache, TreeCacheLayer
 
 SHAPE = (1, 2, 3)  # batch, key-value heads, head size
 

@@ -7,12 +7,12 @@ from functools import cache
 
 import pytest
 import torch
-from medusa.inference import DecodingStats, MedusaDecoder
 from tiny import CONFIGS, VOCAB, guide, hf_greedy, prompt_of, shared_model, tiny_medusa, tiny_model
 from torch import Tensor
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from medusa import CandidateTree, MedusaModel
+from medusa.inference import DecodingStats, MedusaDecoder
 from medusa.tree_search import search_tree
 
 pytestmark = pytest.mark.decoding

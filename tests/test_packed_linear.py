@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from medusa.inference import MedusaDecoder
-from medusa.inference.packed_linear import ENGINES, PackedLinear, can_pack, pack_linears
 from tiny import CONFIGS, GROUPED, prompt_of, tiny_medusa, tiny_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from medusa import CandidateTree
+from medusa.inference import MedusaDecoder
+from medusa.inference.packed_linear import ENGINES, PackedLinear, can_pack, pack_linears
 
 needs_fbgemm = pytest.mark.skipif(
     not any(engine in torch.backends.quantized.supported_engines for engine in ENGINES), reason="torch has no FBGEMM"

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from medusa.inference.layout import TreeLayout
-from medusa.inference.propose import propose
 from tiny import VOCAB, random_tree, shared_model, tiny_medusa
 
 from medusa import CandidateTree
+from medusa.inference.layout import TreeLayout
+from medusa.inference.propose import propose
 
 K = 4
 

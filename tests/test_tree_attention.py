@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from medusa.inference.cache import TreeCache
-from medusa.inference.layout import TreeLayout
-from medusa.inference.tree_attention import install, tree_attention, tree_mask
-from medusa.inference.verify import prefill, verify
 from tiny import prompt_of, random_tree, shared_model
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask, sliding_window_overlay
 
 from medusa import CandidateTree
 from medusa.backbone import Backbone
+from medusa.inference.cache import TreeCache
+from medusa.inference.layout import TreeLayout
+from medusa.inference.tree_attention import install, tree_attention, tree_mask
+from medusa.inference.verify import prefill, verify
 
 pytestmark = pytest.mark.decoding
 

@@ -108,6 +108,7 @@ def train(config: TrainConfig) -> Path:
         save(run, step, tracker.run_id)
         finish(run, directory / "final", tracker)
     run.accelerator.wait_for_everyone()
+    run.accelerator.print(f"heads saved in {directory / 'final'}")
     return directory / "final"
 
 

@@ -1,0 +1,104 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from chatml import save_tiny_chat_model
+
+from medusa.backbone import Backbone
+from medusa.model import load_backbone, load_tokenizer
+from medusa.train import distill as module
+from medusa.train.distill import distill, read_prompts
+from medusa.train.hidden_states import LiveHiddenStates, RecordedHiddenStates, recording_directory
+from medusa.train.rows import load_rows
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    directory = save_tiny_chat_model(tmp_path_factory.mktemp("model"))
+    prompts = directory / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "prompt": "why " * (1 + i % 4) + str(i)} for i in range(7)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(str(directory))
+    return Backbone(load_backbone(str(directory))), tokenizer, prompts
+
+
+def test_answers_are_the_models_own(setup, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Batched and padded, each answer is what the model gives to that prompt alone; recorded states are its own too."""
+    backbone, tokenizer, prompts = setup
+    found, _ = read_prompts(prompts, tokenizer)
+    out = tmp_path / "answers.jsonl"
+    assert distill(backbone, tokenizer, found, out, max_new_tokens=12, batch_size=3, recorded=True) == 7
+    rows, report = load_rows(out, tokenizer, 1000)
+    assert report.kept == 7
+    by_id = {prompt.id: prompt for prompt in found}
+    for row in rows:
+        ids = torch.tensor([by_id[row.id].input_ids])
+        alone = backbone.model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[0].tolist()
+        assert row.input_ids == alone
+        assert row.labels[ids.shape[1] :] == alone[ids.shape[1] :]
+    recorded = RecordedHiddenStates(recording_directory(out)).of(rows)
+    for states, live in zip(recorded, LiveHiddenStates(backbone).of(rows), strict=True):
+        torch.testing.assert_close(states, live, rtol=1e-4, atol=1e-4)
+
+
+def test_interrupted_run_continues_and_heals_a_torn_line(setup, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    backbone, tokenizer, prompts = setup
+    found, _ = read_prompts(prompts, tokenizer)
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    distill(backbone, tokenizer, found, whole, max_new_tokens=5, batch_size=2)
+    original, calls = module.answer, []
+
+    def interrupted(*arguments):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(module, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        distill(backbone, tokenizer, found, broken, max_new_tokens=5, batch_size=2)
+    assert len(broken.read_text().splitlines()) == 4  # two whole batches
+    with broken.open("a") as file:
+        file.write('{"id": "p6", "mess')
+    monkeypatch.setattr(module, "answer", original)
+    assert distill(backbone, tokenizer, found, broken, max_new_tokens=5, batch_size=2) == 3
+    assert sorted(broken.read_text().splitlines()) == sorted(whole.read_text().splitlines())
+    assert distill(backbone, tokenizer, found, broken, max_new_tokens=5, batch_size=2) == 0
+
+
+def test_other_settings_do_not_mix(setup, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    backbone, tokenizer, prompts = setup
+    found, _ = read_prompts(prompts, tokenizer, limit=1)
+    out = tmp_path / "answers.jsonl"
+    distill(backbone, tokenizer, found, out, max_new_tokens=2)
+    before = out.read_text()
+    with pytest.raises(ValueError, match="max_new_tokens 2 instead of 3"):
+        distill(backbone, tokenizer, found, out, max_new_tokens=3)
+    assert out.read_text() == before
+
+
+def test_prompts_of_every_shape(setup, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    _, tokenizer, _ = setup
+    file = tmp_path / "x.jsonl"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    sharegpt = [{"from": "human", "value": "d"}, {"from": "gpt", "value": "e"}]
+    rows = [{"prompt": "p"}, {"messages": chat}, {"conversations": sharegpt}, {"x": 1}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, report = read_prompts(file, tokenizer)
+    assert [[m["content"] for m in prompt.messages] for prompt in prompts] == [["p"], ["a"], ["d"]]
+    assert [line for line, _ in report.dropped] == [4]
+    file.write_text('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n')
+    with pytest.raises(ValueError, match="line 2: id '1' stands twice"):
+        read_prompts(file, tokenizer)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        read_prompts(file, tokenizer)
+
+
+def test_damaged_or_missing_recordings_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no recorded hidden states"):
+        RecordedHiddenStates(tmp_path)
+    (tmp_path / "p0.safetensors").write_bytes(b"\x10\x00\x00")
+    with pytest.raises(ValueError, match=r"p0.safetensors are damaged"):
+        RecordedHiddenStates(tmp_path)
