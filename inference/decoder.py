@@ -10,13 +10,13 @@ from torch import Tensor
 
 from medusa.backbone import Backbone
 from medusa.model import MedusaModel
+from medusa.packed_linear import pack_linears
 from medusa.tree import CandidateTree
 
 from .accept import accept_greedy
 from .cache import TreeCache
 from .generation_options import check_input, end_tokens, refuse_unsupported
 from .layout import TreeLayout
-from .packed_linear import pack_linears
 from .propose import propose
 from .tree_attention import install
 from .tree_choice import TreeChoice, choose_tree

@@ -13,12 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from medusa.inference import MedusaDecoder
-from medusa.inference.benchmark import Summary, compare, top2_margin
-from medusa.inference.packed_linear import can_pack
-from medusa.train import load_config, train
-from medusa.train.distill import distill, read_prompts
-from medusa.train.evaluate import HeadAccuracy, accuracy, rank_file
 from prepare_demo_model import prepare
 from rich.columns import Columns
 from rich.console import Console
@@ -27,8 +21,14 @@ from rich.table import Table
 
 from medusa import MedusaModel
 from medusa.backbone import Backbone
+from medusa.inference import MedusaDecoder
+from medusa.inference.benchmark import Summary, compare, top2_margin
 from medusa.model import load_backbone, load_tokenizer
+from medusa.packed_linear import can_pack
 from medusa.progress import progress_bar
+from medusa.train import load_config, train
+from medusa.train.distill import distill, read_prompts
+from medusa.train.evaluate import HeadAccuracy, accuracy, rank_file
 from medusa.tree_search import search_tree
 
 ROOT = Path(__file__).parent.parent
@@ -36,16 +36,19 @@ PROMPTS = ROOT / "scripts" / "demo_prompts.jsonl"
 HELD_OUT = 4
 """Prompts of each category to calibrate the tree on, and as many again to decode at the end."""
 NODES = 16
+"""Size of the tree of the fp32 check, where outputs must be identical."""
+CHECKED_TOKENS = 64
+"""New tokens of each answer there."""
 console = Console()
 
 
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=320, help="how many prompts to train on")
+    parser.add_argument("--prompts", type=int, default=300, help="how many prompts to train on")
     parser.add_argument("--steps", type=int, help="train for at most so many steps")
     parser.add_argument("--new-tokens", type=int, default=96, help="longest answer")
-    parser.add_argument("--decode", type=int, default=16, help="how many prompts to decode both ways")
+    parser.add_argument("--decode", type=int, default=8, help="how many prompts to decode both ways")
     parser.add_argument("--work", type=Path, default=ROOT / ".demo", help="where everything is kept for the next run")
     arguments = parser.parse_args()
     started = time.perf_counter()
@@ -60,7 +63,7 @@ def main() -> None:
     found = measure_heads(checkpoint, model_path, answers["calibration"])
 
     prompts = [encode(model_path, row["prompt"]) for row in splits["test"][: arguments.decode]]
-    exact = decode(checkpoint, torch.float32, prompts, arguments.new_tokens, nodes=NODES)
+    exact = decode(checkpoint, torch.float32, prompts, min(arguments.new_tokens, CHECKED_TOKENS), nodes=NODES)
     fast = decode(checkpoint, torch.bfloat16, prompts, arguments.new_tokens, nodes=None)
     report(model_path, found, exact, fast, time.perf_counter() - started)
 

@@ -53,7 +53,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "torn.yaml").write_text("heads: {num_heads: 3")
     with pytest.raises(ValueError, match="not a YAML file"):
         load_config(tmp_path / "torn.yaml")
-    with pytest.raises(ValueError, match="backbone.path is not set"):
+    with pytest.raises(ValueError, match=r"backbone\.path is not set"):
         load_config(CONFIGS / "tiny.yaml")
 
 

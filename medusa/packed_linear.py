@@ -2,7 +2,8 @@
 
 There, torch multiplies a few bf16 rows one by one: a pass over 8 tokens costs several times a pass over one, and no
 tree pays. FBGEMM keeps the same weights as fp16, packed for the product, and multiplies in fp32, so that few rows cost
-nearly what one does. This is a second copy of the linear weights in memory (2 bytes each).
+nearly what one does. This is a second copy of the linear weights in memory (2 bytes each). Everything between the
+products is done in fp32 too: such a CPU rounds to bf16 by hand at every operation, which costs time and precision.
 """
 
 import copy
@@ -16,7 +17,7 @@ ENGINES = ("fbgemm", "x86")
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with packed weights; the products are summed in fp32 and returned in the input's dtype."""
+    """A linear layer with packed weights, fp32 in and out."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -26,9 +27,23 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        rows = x.float().reshape(-1, x.shape[-1])  # the operator takes no single vector
+        rows = x.reshape(-1, x.shape[-1])  # the operator takes no single vector
         y: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], -1)
+
+
+class Fp32Embedding(nn.Module):
+    """An embedding whose table stays as it is and whose output is fp32."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self._embedding = embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., D]."""
+        y: Tensor = self._embedding(ids)
+        return y.float()
 
 
 def can_pack(model: PreTrainedModel) -> str | None:
@@ -45,7 +60,9 @@ def can_pack(model: PreTrainedModel) -> str | None:
 
 
 def pack_linears(model: PreTrainedModel) -> PreTrainedModel:
-    """A view of `model` with packed linear layers. It shares every parameter; `model` itself stays as it is.
+    """A view of `model` that computes in fp32 with packed weights; `model` itself stays as it is.
+
+    The view shares the weights of linear layers and embeddings; it copies only the small rest (norms) to fp32.
 
     Raises:
         ValueError: the model or this machine does not allow it, with the reason.
@@ -56,7 +73,12 @@ def pack_linears(model: PreTrainedModel) -> PreTrainedModel:
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     view = copy.deepcopy(model, memo=dict(shared))
     for name, module in list(view.named_modules()):
+        parent, _, attribute = name.rpartition(".")
         if isinstance(module, nn.Linear):
-            parent, _, attribute = name.rpartition(".")
             setattr(view.get_submodule(parent), attribute, PackedLinear(module))
+        elif isinstance(module, nn.Embedding):
+            setattr(view.get_submodule(parent), attribute, Fp32Embedding(module))
+        else:
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, key, nn.Parameter(parameter.detach().float(), requires_grad=False))
     return view

@@ -1,0 +1,83 @@
+"""Every command and every Python example of the README and the guide runs, on a tiny model."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chatml import save_tiny_chat_model
+
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "guide.md")
+CI_RUNS = ("bash scripts/demo.sh", "bash scripts/test.sh")
+"""These make environments; .ci/run runs them as they are written."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("user")
+    save_tiny_chat_model(directory / "model")
+    for name, count in (("prompts", 6), ("heldout", 3)):
+        chats = [
+            [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in range(count)
+        ]
+        lines = [json.dumps({"id": f"{name}{i}", "messages": chat}) + "\n" for i, chat in enumerate(chats)]
+        (directory / f"{name}.jsonl").write_text("".join(lines))
+    (directory / "configs").symlink_to(ROOT / "configs")
+    return directory
+
+
+def run(command: str, folder: Path) -> None:
+    arguments = shlex.split(command.replace("YOUR_MODEL", "model"), comments=True)
+    programs = {"medusa": ["-m", "medusa"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
+    arguments = [sys.executable, *programs[arguments[0]], *arguments[1:]]
+    if "medusa.train" in arguments:  # a recipe for a 7B model and a GPU; the rest of the line is as written
+        arguments += ["optimization.mixed_precision=no", "optimization.accumulation=1"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=folder, timeout=300, env=environment)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+
+
+def test_every_command_and_example_runs(folder: Path) -> None:
+    commands = []
+    for page in reversed(PAGES):  # the guide first: it trains what the README decodes with
+        commands += [line.strip() for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
+    setup = [command for command in commands if command.startswith(CI_RUNS)]
+    assert len(setup) == 2
+    written = []
+    for command in commands:
+        if command not in setup:
+            if "distill" in command and (folder / "answers.jsonl").exists():
+                (folder / "answers.jsonl").unlink()  # the README's answers are longer than the guide's
+            if "medusa.train" in command and (folder / "runs").exists():
+                (folder / "runs").rename(folder / "runs of the guide")
+            run(command, folder)
+            written.append(command)
+    assert len(written) >= 8
+    for example in blocks(ROOT / "README.md", "python"):
+        done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=folder, timeout=120)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.strip()
+
+
+def test_files_and_folders_named_in_the_pages_exist() -> None:
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+    for path in re.findall(
+        r"`((?:medusa|train|inference|scripts|configs|tests)/[\w./]*)`", (ROOT / "CONTRIBUTING.md").read_text()
+    ):
+        assert (ROOT / path).exists(), path
+
+
+def test_quick_start_is_short() -> None:
+    (example,) = blocks(ROOT / "README.md", "python")
+    assert len([line for line in example.splitlines() if line.strip()]) <= 10
