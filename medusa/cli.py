@@ -138,7 +138,8 @@ def tree(
 ) -> None:
     """Search the best tree of every size for these heads and save it in the checkpoint."""
     from medusa.train.evaluate import rank_file
-    from medusa.tree_search import search_tree
+    from medusa.train.supervision import IGNORE
+    from medusa.tree_search import search_tree_for_decoding
 
     if not Path(checkpoint).is_dir():
         raise ValueError(
@@ -146,11 +147,11 @@ def tree(
         )
     model, tokenizer = _load(checkpoint, dtype)
     ranks, targets = rank_file(model, tokenizer, str(data), max_length, recorded)
-    searched = search_tree(ranks[(targets[:, 0] >= 0)], nodes)
+    searched = search_tree_for_decoding(ranks, targets[:, 0] == IGNORE, nodes)
     searched.save(Path(checkpoint))
     sizes = [size for size in (2, 4, 8, 16, 32, 64, 128, 256) if size <= len(searched.paths) + 1]
     figures = {
-        "positions": searched.positions,
+        "steps": searched.positions,
         "tokens_per_step": {size: round(searched.tokens_per_step(size), 3) for size in sizes},
         "paths": searched.paths,
     }

@@ -29,7 +29,8 @@ from medusa.progress import progress_bar
 from medusa.train import load_config, train
 from medusa.train.distill import distill, read_prompts
 from medusa.train.evaluate import HeadAccuracy, accuracy, rank_file
-from medusa.tree_search import search_tree
+from medusa.train.supervision import IGNORE
+from medusa.tree_search import search_tree_for_decoding
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ROOT / "scripts" / "demo_prompts.jsonl"
@@ -126,7 +127,7 @@ def measure_heads(checkpoint: Path, model_path: Path, calibration: Path) -> Head
     console.rule("3  how good are they, and which tree suits them")
     model = MedusaModel.from_pretrained(checkpoint, dtype=torch.float32)
     ranks, targets = rank_file(model, load_tokenizer(str(model_path)), str(calibration), 2048, recorded=True)
-    searched = search_tree(ranks[targets[:, 0] >= 0], max_nodes=64)
+    searched = search_tree_for_decoding(ranks, targets[:, 0] == IGNORE, max_nodes=64)
     searched.save(checkpoint)
     found = accuracy(ranks, targets)
     table = Table("head", "top-1", "top-5", "top-10", "positions", title="accuracy on held-out prompts")

@@ -77,7 +77,8 @@ def test_same_training_command_again_does_nothing_new(workspace: Path) -> None:
     before = (workspace / "run" / "metrics.jsonl").read_text()
     done = medusa(
         "train", "--config", CONFIG, f"backbone.path={workspace / 'model'}",
-        f"data.train={workspace / 'answers.jsonl'}", "data.recorded=true", f"output.dir={workspace / 'run'}", "optimization.epochs=20",
+        f"data.train={workspace / 'answers.jsonl'}", "data.recorded=true", f"output.dir={workspace / 'run'}",
+        "optimization.epochs=20",
     )  # fmt: skip
     assert "continuing" in done.stdout
     assert (workspace / "run" / "metrics.jsonl").read_text() == before

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from medusa import CandidateTree
-from medusa.tree_search import MISS, TREE_FILE, SearchedTree, search_tree
+from medusa.tree_search import (
+    MISS,
+    TREE_FILE,
+    TYPICAL_NODES,
+    SearchedTree,
+    search_tree,
+    search_tree_for_decoding,
+)
 
 RANKS = range(2)
 PATHS = [path for depth in (1, 2, 3) for path in itertools.product(RANKS, repeat=depth)]
@@ -136,3 +143,32 @@ def test_a_file_that_is_no_tree_is_named(tmp_path: Path, change: dict[str, objec
     (tmp_path / TREE_FILE).write_text(json.dumps({**stored, **change}))
     with pytest.raises(ValueError, match=TREE_FILE):
         SearchedTree.load(tmp_path)
+
+
+def test_expected_tokens_per_step_are_those_of_a_decoder() -> None:
+    """Decoding is replayed token by token over answers whose right guesses are known; easy stretches are skipped."""
+    generator = torch.Generator().manual_seed(0)
+    answers = []
+    for length in (9, 1, 30, 2, 17):
+        ranks = torch.randint(-1, 3, (length, 3), generator=generator)
+        ranks[: length // 2, :] = 0  # an easy half
+        for position in range(length):  # head k guesses the token k+1 places after the root of its position
+            ranks[position, max(length - 1 - position, 0) :] = MISS
+        answers.append(ranks)
+    ends = torch.cat([torch.arange(len(ranks)) == len(ranks) - 1 for ranks in answers])
+    searched = search_tree_for_decoding(torch.cat(answers), ends, max_nodes=40)
+    tree = searched.best(TYPICAL_NODES)
+    steps = tokens = 0
+    for ranks in answers:
+        root = 0
+        while root < len(ranks) - 1:  # a step is taken unless the root was the last token
+            path: tuple[int, ...] = ()
+            while len(path) < 3 and (*path, int(ranks[root, len(path)])) in tree.paths:
+                path = (*path, int(ranks[root, len(path)]))
+            root += len(path) + 1
+            steps += 1
+            tokens += len(path) + 1
+    assert searched.positions == steps
+    assert searched.tokens_per_step(TYPICAL_NODES) == pytest.approx(tokens / steps)
+    everywhere = search_tree(torch.cat(answers)[~ends], max_nodes=40)
+    assert everywhere.tokens_per_step(TYPICAL_NODES) > searched.tokens_per_step(TYPICAL_NODES) + 0.1
