@@ -1,5 +1,6 @@
 """A backbone with heads."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,8 @@ from .tree_search import TREE_FILE, SearchedTree
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that a checkpoint needs."""
+
+    chat_template: str | None
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the tokenizer's files."""
@@ -124,6 +127,8 @@ class MedusaModel(nn.Module):
             "vocab_size": self.backbone.vocab_size,
             "backbone_fingerprint": fingerprint(self.backbone.lm_weight),
         }
+        if tokenizer is not None and tokenizer.chat_template:
+            facts["chat_template_sha256"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
         with atomic_directory(Path(path)) as work:
             write_heads(work, self.heads.state_dict(), self.config, facts)
             if tokenizer is not None:
