@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 app = typer.Typer(
     help="Train Medusa heads on your model, measure them, and decode with them.",
@@ -47,7 +48,7 @@ def run_or_explain(command: typer.Typer) -> None:
 
 def fail(message: str) -> NoReturn:
     """Print a message to stderr and exit with status 1."""
-    Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {message}", highlight=False, markup=True)
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "red"), message), highlight=False)
     raise SystemExit(1)
 
 
@@ -169,6 +170,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Answer one prompt, streaming."""
+    import torch
     from transformers import TextStreamer
 
     from medusa.inference import DecodingStats, MedusaDecoder
@@ -180,8 +182,6 @@ def generate(
     stats = DecodingStats()
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
     new: list[int] = []
-    import torch
-
     for block in decoder.stream(ids, max_new_tokens, stats=stats):
         new += block
         if not as_json:
@@ -250,8 +250,6 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
 
 
 def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length: int, as_json: bool) -> None:
-    from rich.text import Text
-
     from medusa.model import load_tokenizer
     from medusa.train.rows import load_rows
     from medusa.train.supervision import IGNORE

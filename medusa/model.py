@@ -25,6 +25,8 @@ from .config import MedusaConfig
 from .heads import MedusaHeads
 from .tree_search import TREE_FILE, SearchedTree
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that a checkpoint needs."""
@@ -163,6 +165,8 @@ def load_backbone(
     Raises:
         ValueError: it is not there or is no causal LM.
     """
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
     if not name_or_path:
         raise ValueError("the checkpoint does not name its backbone (base_model_name_or_path); pass `backbone=`")
     try:

@@ -90,6 +90,7 @@ def test_same_training_command_again_does_nothing_new(workspace: Path) -> None:
         (["eval", "absent", "--data", "answers.jsonl"], "'absent' is neither a directory nor a repository"),
         (["eval", "model", "--data", "answers.jsonl"], "holds no Medusa heads (model_type 'llama')"),
         (["eval", "run/final", "--data", "absent.jsonl"], "there is no data file"),
+        (["eval", "run/final", "--data", "answers.jsonl", "--dtype", "int8"], "dtype is 'int8'; allowed: auto"),
         (["eval", "run/final", "--data", "prompts.jsonl"], "neither 'messages' nor 'conversations'"),
         (["tree", "absent", "--data", "answers.jsonl"], "there is no directory"),
         (["inspect", "answers.jsonl"], "--tokenizer"),

@@ -10,7 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from medusa.model import DTYPES
+
 MIXED_PRECISION = ("no", "bf16", "fp16")
 
 

@@ -3,6 +3,8 @@
 B rows, T tokens, P root positions of a row, D hidden.
 """
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Protocol
 
@@ -96,7 +98,8 @@ def recording_directory(data_file: Path) -> Path:
 def record(directory: Path, states: dict[str, Tensor]) -> None:
     """Write the hidden states of a batch of rows, [P, D] by row id; complete or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
-    target = directory / f"{next(iter(states))}.safetensors"
+    name = hashlib.sha256(json.dumps(list(states)).encode()).hexdigest()[:16]  # ids may hold any character
+    target = directory / f"{name}.safetensors"
     partial = target.with_suffix(".partial")
     save_file({name: tensor.contiguous() for name, tensor in states.items()}, partial)
     partial.replace(target)
