@@ -97,15 +97,18 @@ def distil_answers(
     console.rule("1  the model answers the training prompts")
     tokenizer = load_tokenizer(str(model_path))
     backbone = Backbone(load_backbone(str(model_path), torch.float32))
-    answers = {}
     work.mkdir(parents=True, exist_ok=True)
-    for name in ("calibration", "train"):
-        file = work / f"{name}.prompts.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in splits[name]))
-        answers[name] = work / f"{name}.jsonl"
-        prompts, _ = read_prompts(file, tokenizer)
-        distill(backbone, tokenizer, prompts, answers[name], new_tokens, batch_size=64, recorded=True)
-    return answers
+    questions = work / "prompts.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in splits["train"] + splits["calibration"]))
+    prompts, _ = read_prompts(questions, tokenizer)
+    answered = work / "answers.jsonl"
+    distill(backbone, tokenizer, prompts, answered, new_tokens, batch_size=64, recorded=True)
+    files = {}
+    rows = {json.loads(line)["id"]: line for line in answered.read_text().splitlines(keepends=True)}
+    for name in ("train", "calibration"):
+        files[name] = work / f"{name}.jsonl"
+        files[name].write_text("".join(rows[row["id"]] for row in splits[name]))
+    return files
 
 
 def train_heads(model_path: Path, work: Path, answers: dict[str, Path], steps: int | None) -> Path:

@@ -91,8 +91,8 @@ class RecordedHiddenStates:
 
 
 def recording_directory(data_file: Path) -> Path:
-    """Where the hidden states of a data file's rows are recorded."""
-    return data_file.with_suffix(".hidden")
+    """Where the hidden states of a data file's rows are recorded: one place for all files of a folder."""
+    return data_file.parent / "hidden_states"
 
 
 def record(directory: Path, states: dict[str, Tensor]) -> None:
