@@ -4,13 +4,14 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from medusa.backbone import Backbone
 from medusa.model import MedusaModel
-from medusa.packed_linear import pack_linears
+from medusa.packed_linear import can_pack, pack_linears
 from medusa.tree import CandidateTree
 
 from .accept import accept_greedy
@@ -19,7 +20,7 @@ from .generation_options import check_input, end_tokens, refuse_unsupported
 from .layout import TreeLayout
 from .propose import propose
 from .tree_attention import install
-from .tree_choice import TreeChoice, choose_tree
+from .tree_choice import choose_tree
 from .verify import check_tree_attention, prefill, verify
 
 
@@ -77,7 +78,7 @@ class MedusaDecoder:
         model: MedusaModel,
         tree: str | CandidateTree | Sequence[Sequence[int]] = "auto",
         acceptance: str = "exact",
-        pack_weights: bool = False,
+        pack_weights: bool | Literal["auto"] = False,
     ) -> None:
         """Prepare to decode.
 
@@ -86,7 +87,8 @@ class MedusaDecoder:
             tree: a `CandidateTree`, a list of rank paths, or "auto": of the trees searched for these heads, the one
                 with the best tokens per second on this machine, measured now.
             acceptance: "exact". Sampling and typical acceptance are not there yet.
-            pack_weights: use a packed copy of half-precision weights; see `packed_linear`.
+            pack_weights: verify with a packed copy of half-precision weights; see `medusa.packed_linear`. "auto", with
+                tree="auto": where they can be packed and that is faster here.
 
         Raises:
             ValueError: an argument is not allowed, the tree does not fit the heads, or the backbone cannot verify
@@ -96,11 +98,13 @@ class MedusaDecoder:
             raise ValueError(f"acceptance is {acceptance!r}; this version knows 'exact' (greedy) only")
         install()
         self.model = model
-        self.backbone = Backbone(pack_linears(model.model)) if pack_weights else model.backbone
-        check_tree_attention(self.backbone)
-        self.choice: TreeChoice | None = None
-        """What was measured to choose the tree, where it was "auto"."""
-        self.tree = self._resolve(tree)
+        plain = [model.backbone] if pack_weights is not True else []
+        packed = pack_weights is True or (pack_weights == "auto" and tree == "auto" and can_pack(model.model) is None)
+        backbones = plain + ([Backbone(pack_linears(model.model))] if packed else [])
+        for backbone in backbones:
+            check_tree_attention(backbone)
+        self.backbone = backbones[0]
+        self.tree = self._resolve(tree, backbones)
         self.tree.check_heads(model.config.num_heads, model.heads.draft_size)
         self.layout = TreeLayout.of(self.tree, self.device)
 
@@ -109,7 +113,7 @@ class MedusaDecoder:
         """Where the heads and the end of the backbone are."""
         return self.backbone.lm_weight.device
 
-    def _resolve(self, tree: str | CandidateTree | Sequence[Sequence[int]]) -> CandidateTree:
+    def _resolve(self, tree: str | CandidateTree | Sequence[Sequence[int]], backbones: list[Backbone]) -> CandidateTree:
         if isinstance(tree, CandidateTree):
             return tree
         if not isinstance(tree, str):
@@ -123,8 +127,9 @@ class MedusaDecoder:
                 stacklevel=3,
             )
             return CandidateTree.chain(self.model.config.num_heads)
-        self.choice = choose_tree(self.model, self.backbone, self.model.searched_tree)
-        return self.choice.tree
+        choice = choose_tree(self.model, backbones, self.model.searched_tree)
+        self.backbone = choice.backbone
+        return choice.tree
 
     def generate(
         self,

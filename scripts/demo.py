@@ -24,7 +24,6 @@ from medusa.backbone import Backbone
 from medusa.inference import MedusaDecoder
 from medusa.inference.benchmark import Summary, compare, top2_margin
 from medusa.model import load_backbone, load_tokenizer
-from medusa.packed_linear import can_pack
 from medusa.progress import progress_bar
 from medusa.train import load_config, train
 from medusa.train.distill import distill, read_prompts
@@ -154,39 +153,33 @@ def encode(model_path: Path, prompt: str) -> torch.Tensor:
 
 def decode(
     checkpoint: Path, dtype: torch.dtype, prompts: list[torch.Tensor], new_tokens: int, nodes: int | None
-) -> tuple[Summary, MedusaDecoder, bool]:
+) -> tuple[Summary, MedusaDecoder]:
     """Decode with and without heads: a tree of `nodes` nodes, or the fastest one here, weights packed if that pays."""
     name = str(dtype).removeprefix("torch.")
     console.rule(f"4  decoding prompts it never trained on, {name}")
     model = MedusaModel.from_pretrained(checkpoint, dtype=dtype)
     assert model.searched_tree is not None
-    packed = False
     if nodes is not None:
         decoder = MedusaDecoder(model, tree=model.searched_tree.best(nodes))
     else:
         with console.status("timing trees on this machine"):
-            decoder = MedusaDecoder(model, tree="auto")
-            if can_pack(model.model) is None:
-                other = MedusaDecoder(model, tree="auto", pack_weights=True)
-                assert decoder.choice is not None
-                assert other.choice is not None
-                if other.choice.tokens_per_second > decoder.choice.tokens_per_second:
-                    decoder, packed = other, True
+            decoder = MedusaDecoder(model, tree="auto", pack_weights="auto")
     with progress_bar(f"decoding, {name}", len(prompts)) as advance:
-        return compare(decoder, prompts, new_tokens, advance), decoder, packed
+        return compare(decoder, prompts, new_tokens, advance), decoder
 
 
 def report(
     model_path: Path,
     found: HeadAccuracy,
-    exact: tuple[Summary, MedusaDecoder, bool],
-    fast: tuple[Summary, MedusaDecoder, bool],
+    exact: tuple[Summary, MedusaDecoder],
+    fast: tuple[Summary, MedusaDecoder],
     seconds: float,
 ) -> None:
     """Print the table, two answers, what differs in bf16, and one line of JSON."""
     console.rule("result")
     table = Table("", "fp32", "bf16")
-    (exact_runs, exact_decoder, _), (fast_runs, fast_decoder, packed) = exact, fast
+    (exact_runs, exact_decoder), (fast_runs, fast_decoder) = exact, fast
+    packed = fast_decoder.backbone is not fast_decoder.model.backbone
     both = (exact_runs, fast_runs)
     table.add_row("tree nodes", *(str(d.tree.num_nodes) for d in (exact_decoder, fast_decoder)))
     table.add_row("weights packed for this CPU", "no", "yes" if packed else "no")
