@@ -165,7 +165,9 @@ def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    pack_weights: Annotated[bool, typer.Option(help="Packed weights for CPUs without bf16 instructions.")] = False,
+    pack_weights: Annotated[
+        bool | None, typer.Option(help="Packed half-precision weights on a CPU; unsaid: if faster here.")
+    ] = None,
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
@@ -176,7 +178,7 @@ def generate(
     from medusa.inference import DecodingStats, MedusaDecoder
 
     model, tokenizer = _load(checkpoint, dtype)
-    decoder = MedusaDecoder(model, pack_weights=pack_weights)
+    decoder = MedusaDecoder(model, pack_weights="auto" if pack_weights is None else pack_weights)
     messages = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     stats = DecodingStats()
