@@ -116,6 +116,8 @@ def test_dtype_of_the_heads_is_the_backbones(saved: Path) -> None:
 
 def test_tree_tokenizer_and_provenance_travel_along(backbone: PreTrainedModel, tmp_path: Path) -> None:
     class FakeTokenizer:
+        chat_template: str | None = "{{ messages }}"
+
         def save_pretrained(self, save_directory: str) -> None:
             (Path(save_directory) / "tokenizer.json").write_text("{}")
 
@@ -238,6 +240,8 @@ def test_failed_save_leaves_the_old_checkpoint(
 
 def test_tokenizer_that_fails_leaves_the_old_checkpoint(backbone: PreTrainedModel, saved: Path) -> None:
     class Broken:
+        chat_template: str | None = None
+
         def save_pretrained(self, save_directory: str) -> None:
             raise RuntimeError("no vocabulary")
 

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from medusa.model import DTYPES
 
-MIXED_PRECISION = ("no", "bf16", "fp16")
+MIXED_PRECISION = ("none", "bf16", "fp16")
 
 
 @dataclass
@@ -68,8 +68,8 @@ class OptimizationSection:
     max_grad_norm: float = 1.0
     head_decay: float = 0.8
     """Head k's loss counts head_decay ** k."""
-    mixed_precision: str = "no"
-    """no, bf16 or fp16; the heads' weights are fp32 always."""
+    mixed_precision: str = "none"
+    """none, bf16 or fp16 (YAML reads a bare no as false); the heads' weights are fp32 always."""
     seed: int = 0
 
 

@@ -115,7 +115,8 @@ def train(config: TrainConfig) -> Path:
 def prepare(config: TrainConfig) -> Run:
     """Load data and backbone, put fresh heads on it, and set up everything that learns."""
     options = config.optimization
-    accelerator = Accelerator(mixed_precision=options.mixed_precision)
+    precision = "no" if options.mixed_precision == "none" else options.mixed_precision
+    accelerator = Accelerator(mixed_precision=precision)
     set_seed(options.seed)
     tokenizer = load_tokenizer(config.backbone.path)
     rows, report = load_rows(config.data.train, tokenizer, config.data.max_length)
