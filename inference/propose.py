@@ -22,7 +22,6 @@ def propose(heads: MedusaHeads, hidden: Tensor, root: Tensor, layout: TreeLayout
     """
     if len(layout.depths) == 1:
         return root[None]
-    hidden = hidden.to(next(heads.parameters()).dtype)  # a packed backbone computes in fp32
     logits = heads(hidden[None], root[None])[:, 0]  # [K, Vd]
     guesses = heads.to_vocab(logits.topk(layout.top_k, dim=-1).indices)  # [K, top_k]
     tokens = guesses[layout.depths.sub(1).clamp(min=0), layout.ranks]

@@ -150,6 +150,7 @@ class MedusaHeads(nn.ModuleList):
 
     def features(self, hidden: Tensor, root: Tensor) -> Tensor:
         """What each head's projection sees: hidden [P, D] and root ids [P] -> [K, P, D]."""
+        hidden = hidden.to(next(self.parameters()).dtype)  # a packed backbone computes in fp32 whatever its heads are
         embedding = None
         if self.root_table is not None:
             # Embeddings are tens of times smaller than final hidden states; at unit size the heads learn from them.
