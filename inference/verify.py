@@ -68,7 +68,7 @@ def check_tree_attention(backbone: Backbone) -> None:
     device = backbone.lm_weight.device
     # Ordinary tokens: the first of a vocabulary are often special, and upset half precision.
     ids = torch.arange(10, device=device).add(backbone.vocab_size // 2).remainder(backbone.vocab_size)
-    prompt, tokens = ids.split([6, 4])
+    prompt, tokens = ids[:6], ids[6:]
     layout = TreeLayout.of(CandidateTree.from_paths([(0,), (1,), (1, 0)]), device)
     cache = TreeCache(backbone.num_layers, len(prompt) + len(tokens))
     prefill(backbone, prompt, cache)
