@@ -1,6 +1,5 @@
 """Train heads on a frozen backbone (Medusa-1), on one process or many. Reads from top to bottom."""
 
-import math
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from medusa.config import MedusaConfig
 from medusa.model import MedusaModel, load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 
-from .config import OptimizationSection, TrainConfig, save_config
+from .config import TrainConfig, save_config
 from .evaluate import accuracy, rank_file, target_ranks
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
 from .loss import HeadLoss
@@ -25,6 +24,7 @@ from .pairs import HeadBatch, make_batch
 from .provenance import provenance
 from .rows import load_rows
 from .run_state import load_newest_state, save_state
+from .schedule import Schedule
 from .supervision import IGNORE, TrainingRow
 from .tracking import Tracker
 
@@ -44,7 +44,7 @@ class Run:
     tokenizer: Any
     rows: list[TrainingRow]
     states: HiddenStates
-    schedule: "Schedule"
+    schedule: Schedule
     head_loss: torch.nn.Module
     optimizer: torch.optim.Optimizer
 
@@ -219,33 +219,6 @@ def restore(run: Run, stored: dict[str, Any]) -> int:
     run.optimizer.load_state_dict(stored["optimizer"])
     run.accelerator.print(f"continuing {run.config.output.dir} after step {stored['step']} of {run.schedule.steps}")
     return int(stored["step"])
-
-
-class Schedule:
-    """Which rows make which step, and how fast it learns. The same rows for any split into ranks and passes."""
-
-    def __init__(self, num_rows: int, options: OptimizationSection, ranks: int) -> None:
-        self.num_rows, self.ranks = num_rows, ranks
-        self.batch_size, self.accumulation = options.batch_size, options.accumulation
-        self.window = self.batch_size * self.accumulation * ranks
-        self.per_epoch = math.ceil(num_rows / self.window)
-        self.steps = self.per_epoch * options.epochs
-        if options.max_steps is not None:
-            self.steps = min(self.steps, options.max_steps)
-
-    def parts(self, step: int, rank: int, seed: int) -> list[list[int]]:
-        """Row numbers of each forward pass of `rank` in `step`; some are empty where an epoch runs out."""
-        epoch, index = divmod(step, self.per_epoch)
-        order = torch.randperm(self.num_rows, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
-        window = order[index * self.window : (index + 1) * self.window]
-        starts = [(i * self.ranks + rank) * self.batch_size for i in range(self.accumulation)]
-        return [window[start : start + self.batch_size] for start in starts]
-
-    def rate(self, step: int, warmup: int) -> float:
-        """Factor of the learning rate: linear warm-up, then a cosine that reaches 0 right after the last step."""
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(self.steps - warmup, 1)))
 
 
 def heads_config(config: TrainConfig, rows: list[TrainingRow]) -> MedusaConfig:
