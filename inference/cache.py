@@ -1,6 +1,6 @@
-"""A key-value cache that takes a whole candidate tree and keeps the accepted path.
+"""A key-value cache that takes a whole candidate tree for every row and keeps the accepted paths.
 
-B batch, H key-value heads, S capacity, T new positions, Dh head size.
+B rows, H key-value heads, C capacity, T new positions, Dh head size.
 """
 
 import torch
@@ -11,74 +11,103 @@ GROWTH = 256
 """A layer grows by at least this many positions, and by a quarter of what it holds."""
 
 
+class Lengths:
+    """How much text each row has cached; shared by all layers."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = [0] * rows
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row."""
+        return max(self.rows)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows are equally long, so that they can be written as one block."""
+        return min(self.rows) == self.longest
+
+
 class TreeCacheLayer(CacheLayerMixin):
     """Keys and values of one layer in a buffer that is allocated ahead and written in place.
 
-    Sliding-window layers keep every position too: which of them a node sees is the attention mask's business, and
-    a rejected guess must not have pushed anything out.
+    Each row's text starts at position 0; a pass writes its positions right behind the text, over what an earlier pass
+    left there. They count as text once `TreeCache.keep` says so. Sliding-window layers keep every position too: which
+    of them a node sees is the attention mask's business, and a rejected guess must not have pushed anything out.
     """
 
     is_sliding = False
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, lengths: Lengths, capacity: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.lengths = lengths
         self.capacity = capacity
-        self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers in the shape of the first keys [B, H, T, Dh] and values."""
         self.device = key_states.device
-        self.keys = key_states.new_empty((*key_states.shape[:-2], self.capacity, key_states.shape[-1]))
-        self.values = value_states.new_empty((*value_states.shape[:-2], self.capacity, value_states.shape[-1]))
+        # Zeros: what no row has written yet is masked, but 0 times an arbitrary NaN would still be NaN.
+        self.keys = key_states.new_zeros((*key_states.shape[:-2], self.capacity, key_states.shape[-1]))
+        self.values = value_states.new_zeros((*value_states.shape[:-2], self.capacity, value_states.shape[-1]))
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append T positions; returns views of all the keys and values so far, [B, H, length, Dh]."""
+        """Write T positions behind each row's text; returns views of all keys and values, [B, H, longest + T, Dh]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[-2]
+        new = key_states.shape[-2]
+        end = self.lengths.longest + new
         if end > self.capacity:
             self._grow(end)
         assert self.keys is not None
         assert self.values is not None
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
+        if self.lengths.uniform:
+            self.keys[:, :, end - new : end] = key_states
+            self.values[:, :, end - new : end] = value_states
+        else:
+            starts = torch.tensor(self.lengths.rows, device=self.device)
+            place = starts[:, None] + torch.arange(new, device=self.device)  # [B, T]
+            rows = torch.arange(len(place), device=self.device)[:, None]
+            self.keys[rows, :, place] = key_states.transpose(1, 2)
+            self.values[rows, :, place] = value_states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def _grow(self, needed: int) -> None:
         assert self.keys is not None
         assert self.values is not None
+        old_capacity = self.capacity
         self.capacity = max(needed, self.capacity + max(GROWTH, self.capacity // 4))
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new = old.new_empty((*old.shape[:-2], self.capacity, old.shape[-1]))
-            new[:, :, : self.length] = old[:, :, : self.length]
+            new = old.new_zeros((*old.shape[:-2], self.capacity, old.shape[-1]))
+            new[:, :, :old_capacity] = old
             setattr(self, name, new)
 
-    def keep(self, start: int, rows: Tensor) -> None:
-        """Keep positions `start + rows` (ascending) right behind `start` and forget everything else after it.
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy positions `source` [B, W] of each row to `target` [B, W]. RoPE is in the keys already."""
+        assert self.keys is not None
+        assert self.values is not None
+        source, target = source.to(self.device), target.to(self.device)
+        rows = torch.arange(len(source), device=self.device)[:, None]
+        self.keys[rows, :, target] = self.keys[rows, :, source]
+        self.values[rows, :, target] = self.values[rows, :, source]
 
-        RoPE is in the keys already, so a row may move. The cost depends on how many rows there are, not on `start`.
-        """
-        end = start + len(rows)
-        if self.is_initialized:
-            assert self.keys is not None
-            assert self.values is not None
-            source = rows + start
-            self.keys[:, :, start:end] = self.keys[:, :, source]
-            self.values[:, :, start:end] = self.values[:, :, source]
-        self.length = end
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows."""
+        assert self.keys is not None
+        assert self.values is not None
+        rows = rows.to(self.device)
+        self.keys, self.values = self.keys[rows], self.values[rows]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(How many keys the next pass sees, index of the first)."""
-        return self.length + query_length, 0
+        return self.lengths.longest + query_length, 0
 
     def get_seq_length(self) -> int:
-        """How many positions are cached."""
-        return self.length
+        """Length of the longest row's text."""
+        return self.lengths.longest
 
     def get_max_length(self) -> int:
         """-1: no limit."""
@@ -88,21 +117,33 @@ class TreeCacheLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """One `TreeCacheLayer` for every layer of the backbone."""
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        """Prepare room for `capacity` positions; memory is taken at the first pass."""
-        self.tree_layers = [TreeCacheLayer(capacity) for _ in range(num_layers)]
+    def __init__(self, num_layers: int, capacity: int, rows: int = 1) -> None:
+        """Prepare room for `capacity` positions of each row; memory is taken at the first pass."""
+        self.lengths = Lengths(rows)
+        self.tree_layers = [TreeCacheLayer(self.lengths, capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.tree_layers))
 
-    @property
-    def length(self) -> int:
-        """How many positions are cached."""
-        return self.get_seq_length()
+    def keep(self, paths: list[list[int]]) -> None:
+        """Count the accepted positions of the last pass as text, moved together, and forget the others.
 
-    def keep(self, start: int, rows: Tensor) -> None:
-        """Commit the accepted rows of the tree whose pass began at `start`; see `TreeCacheLayer.keep`."""
-        if torch.equal(rows, torch.arange(len(rows), device=rows.device)):
+        Args:
+            paths: for each row the positions to keep, ascending, counted from the end of its text. What this costs
+                depends on how long they are, not on the text.
+        """
+        lengths = self.lengths.rows
+        if any(path[-1:] != [len(path) - 1] for path in paths if path):
+            width = max(map(len, paths))
+            # A short path is filled up with positions that stay where they are.
+            source = torch.tensor([[*path, *range(len(path), width)] for path in paths])
+            start = torch.tensor(lengths)[:, None]
             for layer in self.tree_layers:
-                layer.length = start + len(rows)
-            return
+                if layer.is_initialized:
+                    layer.move(start + source, start + torch.arange(width))
+        self.lengths.rows = [length + len(path) for length, path in zip(lengths, paths, strict=True)]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows; the others' memory is given back."""
         for layer in self.tree_layers:
-            layer.keep(start, rows.to(layer.device) if layer.is_initialized else rows)
+            if layer.is_initialized:
+                layer.select(torch.tensor(rows))
+        self.lengths.rows = [self.lengths.rows[row] for row in rows]

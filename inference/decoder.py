@@ -1,83 +1,64 @@
 """Decode with heads, one candidate tree a step: propose -> verify -> accept -> commit."""
 
+import asyncio
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
 
 from medusa.backbone import Backbone
 from medusa.model import MedusaModel
 from medusa.packed_linear import can_pack, pack_linears
 from medusa.tree import CandidateTree
 
-from .accept import accept_greedy
+from .accept import Typical
 from .cache import TreeCache
-from .generation_options import check_input, end_tokens, refuse_unsupported
+from .draws import CertainDraws, Draws, RandomDraws
 from .layout import TreeLayout
-from .propose import propose
+from .propose import PROPOSALS, Candidates, Proposal, propose, propose_by_chance
+from .request import Request, Row, prepare
+from .result import DecodingStats, GenerationResult, gather
 from .tree_attention import install
 from .tree_choice import choose_tree
 from .verify import check_tree_attention, prefill, verify
+from .walk import Path, walk_exact, walk_typical
+from .warp import draft_scores
 
 
 @dataclass
 class DecodingState:
-    """What one step hands to the next."""
+    """What one step hands to the next: the rows that go on."""
 
+    rows: list[Row]
     cache: TreeCache
     hidden: Tensor
-    """Hidden state that the root was chosen from, [D]."""
+    """Hidden state that each root was chosen from, [B, D]."""
     root: Tensor
-    """Id of the token that the backbone chose next, a scalar; emitted already, not yet in the cache."""
-
-
-@dataclass
-class DecodingStats:
-    """What a generation took."""
-
-    new_tokens: int = 0
-    steps: int = 0
-    """Verify passes."""
-    accepted: list[int] = field(default_factory=list)
-    """Accepted candidates of each step, the root not counted."""
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    finish_reason: str = "length"
-    """`stop` after an end token, `length` at max_new_tokens or the end of the context."""
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens emitted by verify passes / verify passes, roots included; the prefill's own token is not counted."""
-        return (self.new_tokens - 1) / self.steps if self.steps else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens / time for them, prefill included."""
-        seconds = self.prefill_seconds + self.decode_seconds
-        return self.new_tokens / seconds if seconds else 0.0
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """Prompt and answer, and what they took."""
-
-    sequences: Tensor
-    """[1, prompt + new tokens]"""
-    stats: DecodingStats
+    """Id of the token that was chosen next, [B]; emitted already, not yet in the cache."""
+    generator: torch.Generator | None
+    draws: Draws
 
 
 class MedusaDecoder:
-    """Greedy decoding that checks several guesses in one pass and emits what plain greedy decoding would."""
+    """Decoding that checks several guesses in one pass and emits what plain decoding would.
+
+    Nothing of a request is kept here or on the model, so threads can share both. A decoder is also a decoding loop for
+    transformers: `backbone.generate(**inputs, custom_generate=decoder)`.
+    """
 
     def __init__(
         self,
         model: MedusaModel,
         tree: str | CandidateTree | Sequence[Sequence[int]] = "auto",
-        acceptance: str = "exact",
+        acceptance: Literal["exact", "typical"] | Typical = "exact",
+        proposal: Proposal = "top_k",
         pack_weights: bool | Literal["auto"] = False,
     ) -> None:
         """Prepare to decode.
@@ -86,7 +67,10 @@ class MedusaDecoder:
             model: backbone and heads.
             tree: a `CandidateTree`, a list of rank paths, or "auto": of the trees searched for these heads, the one
                 with the best tokens per second on this machine, measured now.
-            acceptance: "exact". Sampling and typical acceptance are not there yet.
+            acceptance: "exact" keeps the backbone's distribution; "typical", or a `Typical` with options of its own,
+                accepts more when sampling and does not.
+            proposal: where siblings come from when sampling: "top_k" the heads' likeliest tokens, "sampled" drawn
+                from the heads without replacement, "mixed" the likeliest and one drawn from the rest. All are exact.
             pack_weights: verify with a packed copy of half-precision weights; see `medusa.packed_linear`. "auto", with
                 tree="auto": where they can be packed and that is faster here.
 
@@ -94,8 +78,14 @@ class MedusaDecoder:
             ValueError: an argument is not allowed, the tree does not fit the heads, or the backbone cannot verify
                 trees.
         """
-        if acceptance != "exact":
-            raise ValueError(f"acceptance is {acceptance!r}; this version knows 'exact' (greedy) only")
+        if isinstance(acceptance, str) and acceptance not in ("exact", "typical"):
+            raise ValueError(f"acceptance is {acceptance!r}; allowed: 'exact', 'typical' or a Typical(...)")
+        if proposal not in PROPOSALS:
+            raise ValueError(f"proposal is {proposal!r}; allowed: {', '.join(map(repr, PROPOSALS))}")
+        self.typical = Typical() if acceptance == "typical" else acceptance if isinstance(acceptance, Typical) else None
+        if self.typical is not None and proposal != "top_k":
+            raise ValueError(f"proposal={proposal!r} is for exact acceptance; typical acceptance takes 'top_k'")
+        self.proposal = proposal
         install()
         self.model = model
         plain = [model.backbone] if pack_weights is not True else []
@@ -134,77 +124,225 @@ class MedusaDecoder:
     def generate(
         self,
         input_ids: Tensor,
-        max_new_tokens: int = 256,
-        do_sample: bool = False,
-        eos_token_id: int | Sequence[int] | None = None,
+        max_new_tokens: int | None = None,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        streamer: BaseStreamer | None = None,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+        **options: Any,
     ) -> GenerationResult:
-        """Continue a prompt greedily.
+        """Continue prompts, as `generate` of transformers would.
 
         Args:
-            input_ids: the prompt's token ids, [1, T].
-            max_new_tokens: emit at most so many.
-            do_sample: must be False in this version.
-            eos_token_id: stop after one of these; by default those of the backbone's generation config.
+            input_ids: the prompts' token ids, [B, T].
+            max_new_tokens: emit at most so many for each.
+            attention_mask: [B, T], 0 at padding, which may stand anywhere.
+            generation_config: as in transformers, or one for each row.
+            streamer: is given tokens as they are accepted; for one prompt.
+            generator: the dice, on the model's device; torch's global ones if None.
+            seed: instead of a generator.
+            options: everything else that `generate` takes (do_sample, temperature, eos_token_id, logits_processor,
+                stopping_criteria, stop_strings with tokenizer, num_return_sequences, output_scores, ...).
 
         Raises:
-            ValueError: an argument is out of its range, the prompt does not fit the backbone, or its generation
-                config changes greedy decoding in a way that is not supported.
+            ValueError: an argument is out of its range or not supported, or a prompt does not fit the backbone.
         """
-        stats = DecodingStats()
-        blocks = list(self.stream(input_ids, max_new_tokens, do_sample, eos_token_id, stats))
-        new = torch.tensor([token for block in blocks for token in block], dtype=torch.long, device=input_ids.device)
-        return GenerationResult(torch.cat([input_ids[0], new])[None], stats)
+        requests = self._prepare(input_ids, max_new_tokens, attention_mask, generation_config, options)
+        rows = [row for request in requests for row in request.rows(self.backbone)]
+        prompts = input_ids.to(self.device).repeat_interleave(len(rows) // len(input_ids), dim=0)
+        if streamer is None:
+            stats = self._write(rows, dice(generator, seed, self.device))
+        else:
+            check_one_row(rows, "a streamer")
+            streamer.put(input_ids.cpu())
+            stats = [DecodingStats()]
+            for block in self._blocks(rows[0], stats[0], dice(generator, seed, self.device)):
+                streamer.put(torch.tensor(block))
+            streamer.end()
+        return gather(prompts, rows, stats, requests[0].config)
 
-    @torch.inference_mode()
     def stream(
         self,
         input_ids: Tensor,
-        max_new_tokens: int = 256,
-        do_sample: bool = False,
-        eos_token_id: int | Sequence[int] | None = None,
+        max_new_tokens: int | None = None,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
         stats: DecodingStats | None = None,
+        **options: Any,
     ) -> Iterator[list[int]]:
-        """Like `generate`, but yields the tokens of each step as they are accepted. `stats` is filled on the way."""
-        stats = DecodingStats() if stats is None else stats
-        prompt = check_input(self.backbone, input_ids, max_new_tokens, do_sample).to(self.device)
-        refuse_unsupported(self.model.model)  # a packed view has a copy of the generation config
-        ends = end_tokens(self.model.model, eos_token_id)
-        limit = max_new_tokens
-        if self.backbone.context_length is not None:
-            limit = min(limit, self.backbone.context_length - len(prompt))
+        """Like `generate` for one prompt, but yields the tokens of each step as they are accepted.
 
+        `stats` is filled on the way. Closing the iterator early frees the cache.
+        """
+        requests = self._prepare(input_ids, max_new_tokens, attention_mask, generation_config, options)
+        rows = [row for request in requests for row in request.rows(self.backbone)]
+        check_one_row(rows, "stream()")
+        filled = DecodingStats() if stats is None else stats
+        return self._blocks(rows[0], filled, dice(generator, seed, self.device))
+
+    async def astream(self, input_ids: Tensor, **options: Any) -> AsyncIterator[list[int]]:
+        """`stream` for `async for`; each step runs in a thread, so the event loop goes on meanwhile."""
+        blocks = self.stream(input_ids, **options)
+        try:
+            while (block := await asyncio.to_thread(next, blocks, None)) is not None:
+                yield block
+        finally:
+            blocks.close()  # type: ignore[attr-defined]
+
+    def __call__(
+        self,
+        model: GenerationMixin,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        generator: torch.Generator | None = None,
+        **model_inputs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Decode what `generate` of transformers has prepared: `backbone.generate(..., custom_generate=decoder)`.
+
+        Raises:
+            ValueError: `model` is not the decoder's backbone, or the call asks for what heads cannot give.
+        """
+        if model is not self.model.model:
+            raise ValueError("these heads belong to another model; call generate of the backbone that carries them")
+        request = Request.of(input_ids, logits_processor, stopping_criteria, generation_config, model_inputs)
+        rows = request.rows(self.backbone)
+        stats = self._write(rows, dice(generator, None, self.device))
+        result = gather(input_ids, rows, stats, generation_config)
+        if not generation_config.return_dict_in_generate:
+            return result.sequences
+        return GenerateDecoderOnlyOutput(sequences=result.sequences, scores=result.scores, logits=result.logits)
+
+    def _prepare(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int | None,
+        attention_mask: Tensor | None,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
+        options: dict[str, Any],
+    ) -> list[Request]:
+        if max_new_tokens is not None:
+            options = {**options, "max_new_tokens": max_new_tokens}
+        ids = input_ids.to(self.device)
+        mask = None if attention_mask is None else attention_mask.to(self.device)
+        criteria = options.pop("stopping_criteria", None)
+        return prepare(self.model.backbone, ids, mask, generation_config, criteria, options)
+
+    def _write(self, rows: list[Row], generator: torch.Generator | None) -> list[DecodingStats]:
+        """Write all rows to their ends."""
+        stats = [DecodingStats() for _ in rows]
+        for _ in self._steps(rows, stats, generator):
+            pass
+        return stats
+
+    def _blocks(self, row: Row, stats: DecodingStats, generator: torch.Generator | None) -> Iterator[list[int]]:
+        """Write one row; yields each step's new tokens."""
+        before = row.length
+        for _ in self._steps([row], [stats], generator):
+            yield row.ids[before : row.length].tolist()
+            before = row.length
+
+    @torch.inference_mode()
+    def _steps(self, rows: list[Row], stats: list[DecodingStats], generator: torch.Generator | None) -> Iterator[None]:
+        """Prefill, then step until every row has ended; after each, rows and stats hold what is new."""
         started = time.perf_counter()
-        state = self.prefill(prompt, limit)
-        block = [int(state.root)]
-        stats.prefill_seconds = time.perf_counter() - started
-        while True:
-            block = block[: limit - stats.new_tokens]
-            end = next((i for i, token in enumerate(block) if token in ends), None)
-            if end is not None:
-                block = block[: end + 1]
-                stats.finish_reason = "stop"
-            stats.new_tokens += len(block)
-            yield block
-            if end is not None or stats.new_tokens >= limit:
-                return
+        state = self.prefill(rows, generator)
+        for row, own in zip(rows, stats, strict=True):
+            own.count_prefill(row, time.perf_counter() - started)
+        yield
+        stats_of = {id(row): own for row, own in zip(rows, stats, strict=True)}
+        while state.rows:
+            active = state.rows
             started = time.perf_counter()
-            block = self.step(state)
-            stats.steps += 1
-            stats.accepted.append(len(block) - 1)
-            stats.decode_seconds += time.perf_counter() - started
+            self.step(state)
+            for row in active:
+                stats_of[id(row)].count_step(row, time.perf_counter() - started)
+            yield
 
-    def prefill(self, prompt: Tensor, max_new_tokens: int) -> DecodingState:
-        """Cache a prompt [T] and choose the first root; room for `max_new_tokens` and one tree is taken at once."""
-        cache = TreeCache(self.backbone.num_layers, len(prompt) + max_new_tokens + self.tree.num_nodes)
-        hidden, logits = prefill(self.backbone, prompt, cache)
-        return DecodingState(cache, hidden, logits.argmax())
+    def prefill(self, rows: list[Row], generator: torch.Generator | None = None) -> DecodingState:
+        """Cache the prompts and choose the first roots; room for the whole texts and one tree is taken at once."""
+        capacity = max(len(row.prompt) + row.limit for row in rows) + self.tree.num_nodes
+        cache = TreeCache(self.backbone.num_layers, capacity, len(rows))
+        hidden, logits = prefill(self.backbone, [row.prompt for row in rows], cache)
+        draws = RandomDraws(generator) if any(row.do_sample for row in rows) else CertainDraws()
+        root = TreeLayout.of(CandidateTree(()), self.device)
+        state = DecodingState(rows, cache, hidden, rows[0].ids[:0], generator, draws)
+        empty = Candidates(root.depths.new_zeros(len(rows), 1))
+        self.accept(state, empty, logits[:, None], root)
+        return self._carry_on(state, hidden)
 
-    def step(self, state: DecodingState) -> list[int]:
-        """Advance `state` by one verify pass; returns the accepted candidates and the bonus token."""
-        start = state.cache.length
-        tokens = propose(self.model.heads, state.hidden, state.root, self.layout)
-        hidden, logits = verify(self.backbone, tokens, self.layout, state.cache)
-        path, bonus = accept_greedy(tokens, logits, self.layout)
-        state.cache.keep(start, path)
-        state.hidden, state.root = hidden[path[-1]], bonus
-        return [*tokens[path[1:]].tolist(), int(bonus)]
+    def step(self, state: DecodingState) -> None:
+        """Advance every row by one verify pass; rows that end leave the state."""
+        candidates = self.propose(state)
+        hidden, logits = verify(self.backbone, candidates.tokens, self.layout, state.cache)
+        paths = self.accept(state, candidates, logits, self.layout)
+        state.cache.keep(paths)
+        self._carry_on(state, hidden[torch.arange(len(paths)), [path[-1] for path in paths]])
+
+    def propose(self, state: DecodingState) -> Candidates:
+        """Fill the tree behind every row's root."""
+        if self.proposal == "top_k" or self.layout.num_nodes == 1:
+            return propose(self.model.heads, state.hidden, state.root, self.layout)
+        return propose_by_chance(
+            self.model.heads,
+            state.hidden,
+            state.root,
+            self.layout,
+            self.backbone.vocab_size,
+            warp=lambda logits: draft_scores(state.rows, logits),
+            mixed=self.proposal == "mixed",
+            generator=state.generator,
+        )
+
+    def accept(self, state: DecodingState, candidates: Candidates, logits: Tensor, layout: TreeLayout) -> list[Path]:
+        """Emit what is accepted of a verified tree, logits [B, N, V], and the next roots to the rows."""
+        if self.typical is not None:
+            return walk_typical(state.rows, candidates, logits, layout, self.typical, state.draws)
+        return walk_exact(state.rows, candidates, logits, layout, self.proposal, state.draws)
+
+    def _carry_on(self, state: DecodingState, hidden: Tensor) -> DecodingState:
+        """Drop the rows that have ended; hidden [B, D] is what the next roots were chosen from."""
+        going = [i for i, row in enumerate(state.rows) if row.finish_reason is None]
+        if not going:
+            state.rows = []
+            return state
+        if len(going) < len(state.rows):
+            state.rows = [state.rows[i] for i in going]
+            state.cache.select(going)
+            hidden = hidden[going]
+        state.hidden = hidden
+        state.root = torch.stack([row.ids[row.length - 1] for row in state.rows])
+        return state
+
+
+def check_one_row(rows: list[Row], what: str) -> None:
+    """Refuse to stream a batch.
+
+    Raises:
+        ValueError: there are several rows.
+    """
+    if len(rows) > 1:
+        raise ValueError(
+            f"{what} takes one prompt, and this call has {len(rows)} rows; use generate without a streamer"
+        )
+
+
+def dice(generator: torch.Generator | None, seed: int | None, device: torch.device) -> torch.Generator | None:
+    """The generator that a caller gave or asked for by its seed; None for torch's global one.
+
+    Raises:
+        ValueError: both are given, or the generator is on another device.
+    """
+    if seed is not None:
+        if generator is not None:
+            raise ValueError(f"both a generator and seed={seed} are given; give one of them")
+        return torch.Generator(device).manual_seed(seed)
+    if generator is not None and generator.device.type != device.type:
+        raise ValueError(
+            f"the generator is on {generator.device}, the model on {device}: make it by torch.Generator('{device}')"
+        )
+    return generator

@@ -1,4 +1,4 @@
-"""A candidate tree as tensors on the backbone's device. N nodes."""
+"""A candidate tree as tensors on the backbone's device. R rows (1 where all share a tree), N nodes."""
 
 from dataclasses import dataclass
 
@@ -12,24 +12,37 @@ from medusa.tree import CandidateTree
 class TreeLayout:
     """What one decoding step needs to know of a tree's topology."""
 
-    parents: Tensor
-    """Index of each node's parent, [N]."""
     depths: Tensor
-    """Depth of each node, [N]; 0 for the root."""
+    """Depth of each node, [R, N]; 0 for the root."""
     ranks: Tensor
-    """Rank of each node among its head's guesses, [N]."""
+    """Rank of each node among its head's guesses, [R, N]."""
     ancestors: Tensor
-    """Bool [N, N]: (i, j) says whether j is i or lies on the way from the root to i."""
+    """Bool [R, N, N]: (i, j) says whether j is i or lies on the way from the root to i."""
+    children: list[list[list[int]]]
+    """Children of each node of each row, best rank first; on the host, where acceptance walks."""
     top_k: int
-    """How many guesses of a head the tree uses."""
+    """How many guesses of a head the tree uses at most."""
 
     @classmethod
     def of(cls, tree: CandidateTree, device: torch.device) -> "TreeLayout":
-        """Lay out `tree` on `device`."""
+        """Lay out `tree` on `device`, for all rows."""
+        children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
+        for node, parent in enumerate(tree.parents().tolist()):
+            if node > 0:
+                children[parent].append(node)
         return cls(
-            parents=tree.parents().to(device),
-            depths=tree.depths().to(device),
-            ranks=tree.ranks().to(device),
-            ancestors=tree.ancestors().to(device),
+            depths=tree.depths().to(device)[None],
+            ranks=tree.ranks().to(device)[None],
+            ancestors=tree.ancestors().to(device)[None],
+            children=[children],
             top_k=tree.top_k,
         )
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return self.depths.shape[1]
+
+    def children_of(self, row: int, node: int) -> list[int]:
+        """Children of `node` in the tree of `row`."""
+        return self.children[row if len(self.children) > 1 else 0][node]

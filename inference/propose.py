@@ -1,28 +1,103 @@
-"""Fill a candidate tree with the heads' guesses. N nodes, K heads, D hidden."""
+"""Fill a candidate tree with the heads' guesses.
+
+B rows, N nodes, K heads, D hidden, V vocabulary, Vd draft vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from medusa.heads import MedusaHeads
 
+from .accept import NO_TOKEN
 from .layout import TreeLayout
 
+Proposal = Literal["top_k", "sampled", "mixed"]
+"""How siblings come about: the head's likeliest tokens; drawn from the head without replacement, in draw order; or the
+likeliest ones and, last, one drawn from the rest."""
+PROPOSALS: tuple[Proposal, ...] = get_args(Proposal)
 
-def propose(heads: MedusaHeads, hidden: Tensor, root: Tensor, layout: TreeLayout) -> Tensor:
+
+@dataclass(frozen=True)
+class Candidates:
+    """A filled tree."""
+
+    tokens: Tensor
+    """[B, N]; -1 where a node stays empty because its head had nothing left to draw."""
+    q: Tensor | None = None
+    """Where siblings are drawn: the distribution of each head, [B, K, V]."""
+
+
+def propose(heads: MedusaHeads, hidden: Tensor, root: Tensor, layout: TreeLayout) -> Candidates:
     """One parallel pass of the heads, then each node takes the guess of its depth and rank.
 
     Args:
         heads: the heads.
-        hidden: hidden state that the root came from, [D].
-        root: id of the root, a scalar.
+        hidden: hidden state that each root came from, [B, D].
+        root: ids of the roots, [B].
         layout: the tree.
-
-    Returns:
-        Candidate tokens, [N].
     """
-    if len(layout.depths) == 1:
-        return root[None]
-    logits = heads(hidden[None], root[None])[:, 0]  # [K, Vd]
-    guesses = heads.to_vocab(logits.topk(layout.top_k, dim=-1).indices)  # [K, top_k]
-    tokens = guesses[layout.depths.sub(1).clamp(min=0), layout.ranks]
-    return torch.where(layout.depths == 0, root, tokens)
+    if layout.num_nodes == 1:
+        return Candidates(root[:, None])
+    logits = heads(hidden, root).transpose(0, 1)  # [B, K, Vd]
+    guesses = heads.to_vocab(logits.topk(layout.top_k, dim=-1).indices)  # [B, K, top_k]
+    place = layout.depths.sub(1).clamp(min=0) * layout.top_k + layout.ranks  # [R, N]
+    tokens = guesses.flatten(1).gather(1, place.expand(len(root), -1))
+    return Candidates(torch.where(layout.depths == 0, root[:, None], tokens))
+
+
+def propose_by_chance(
+    heads: MedusaHeads,
+    hidden: Tensor,
+    root: Tensor,
+    layout: TreeLayout,
+    vocab_size: int,
+    warp: Callable[[Tensor], Tensor],
+    mixed: bool,
+    generator: torch.Generator | None,
+) -> Candidates:
+    """Like `propose`, but siblings are drawn from the heads; a node's rank only says how many siblings it has.
+
+    All parents at one depth see the same draws. Acceptance walks one path and so looks at each depth once; the draws
+    it sees there are independent of everything that was decided before.
+
+    Args:
+        heads: the heads.
+        hidden: [B, D].
+        root: [B].
+        layout: one tree for all rows.
+        vocab_size: V.
+        warp: what is done to the heads' logits [B, K, Vd] before drawing: the temperature, for one.
+        mixed: whether the likeliest tokens come first and only the last sibling is drawn.
+        generator: the dice.
+    """
+    scores = warp(heads(hidden, root).transpose(0, 1).float())  # [B, K, Vd]
+    log_q = scores.log_softmax(dim=-1)
+    uniform = torch.rand(log_q.shape, generator=generator, device=log_q.device)
+    # The largest of log q + Gumbel noise is a draw from q, the next ones draws without replacement.
+    perturbed = log_q - uniform.clamp(min=torch.finfo(uniform.dtype).tiny).log().neg().log()
+    tokens = torch.full((len(root), layout.num_nodes), NO_TOKEN, device=root.device)
+    tokens[:, 0] = root
+    depths = layout.depths[0].tolist()
+    for node, children in enumerate(layout.children[0]):
+        if not children:
+            continue
+        k, count = depths[node], len(children)
+        if mixed:
+            fixed = log_q[:, k].topk(count - 1, dim=-1).indices
+            best = perturbed[:, k].scatter(1, fixed, -torch.inf).max(dim=-1, keepdim=True)
+            index = torch.cat([fixed, best.indices], dim=1)
+            value = torch.cat([log_q[:, k].gather(1, fixed), best.values], dim=1)
+        else:
+            value, index = perturbed[:, k].topk(count, dim=-1)
+        tokens[:, children] = torch.where(value > -torch.inf, heads.to_vocab(index), NO_TOKEN)
+    return Candidates(tokens, _over_vocabulary(heads, log_q.exp(), vocab_size))
+
+
+def _over_vocabulary(heads: MedusaHeads, q: Tensor, vocab_size: int) -> Tensor:
+    """Distributions over the draft vocabulary [B, K, Vd] -> over the whole one [B, K, V]."""
+    ids = heads.to_vocab(torch.arange(q.shape[-1], device=q.device))
+    return q.new_zeros((*q.shape[:-1], vocab_size)).index_copy_(-1, ids, q)

@@ -8,6 +8,7 @@ return the tree's mask; otherwise they pass the call on, so every other use of t
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,46 +20,60 @@ from .layout import TreeLayout
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 
 
-_active: ContextVar[TreeLayout | None] = ContextVar("medusa_tree_layout", default=None)
+@dataclass(frozen=True)
+class TreePass:
+    """What the masks of one verify pass depend on."""
+
+    layout: TreeLayout
+    lengths: Tensor
+    """Text that each row has cached before the tree, [B]."""
+
+
+_active: ContextVar[TreePass | None] = ContextVar("medusa_tree_pass", default=None)
 
 
 @contextmanager
-def tree_attention(layout: TreeLayout) -> Iterator[None]:
-    """Let forward passes inside the block treat their N tokens as the nodes of a tree behind the cached text."""
-    token = _active.set(layout)
+def tree_attention(layout: TreeLayout, lengths: Tensor) -> Iterator[None]:
+    """Let forward passes inside the block treat their N tokens as the nodes of a tree behind each row's cached text."""
+    token = _active.set(TreePass(layout, lengths))
     try:
         yield
     finally:
         _active.reset(token)
 
 
-def tree_mask(layout: TreeLayout, length: int, window: int | None) -> Tensor:
+def tree_mask(layout: TreeLayout, lengths: Tensor, keys: int, window: int | None) -> Tensor:
     """Who sees whom: each node its ancestors and the text before, as far back as the layer's window reaches.
 
     Args:
         layout: the tree.
-        length: how many positions are cached before it.
+        lengths: how many positions are cached before it in each row, [B].
+        keys: how many positions the cache shows, at least the longest row and its tree.
         window: positions that the layer looks back over, its own included, or None for all.
 
     Returns:
-        Bool [N, length + N].
+        Bool [B, N, keys].
     """
-    device = layout.depths.device
-    text = torch.ones(len(layout.depths), length, dtype=torch.bool, device=device)
-    mask = torch.cat([text, layout.ancestors], dim=1)
+    nodes = layout.num_nodes
+    place = torch.arange(keys, device=lengths.device)
+    relative = place - lengths[:, None]  # [B, keys]: below 0 text, then the tree's nodes, then nothing
+    node = relative.clamp(0, nodes - 1)
+    ancestors = layout.ancestors.expand(len(lengths), -1, -1)
+    in_tree = ((relative >= 0) & (relative < nodes))[:, None]  # [B, 1, keys]
+    mask = ancestors.gather(2, node[:, None].expand(-1, nodes, -1)) & in_tree | (relative < 0)[:, None]
     if window is not None:
-        query = length + layout.depths
-        key = torch.cat([torch.arange(length, device=device), query])
-        mask &= query[:, None] - key[None, :] < window
+        depths = layout.depths.expand(len(lengths), -1)
+        query = lengths[:, None] + depths  # [B, N]
+        key = torch.where(relative < 0, place, lengths[:, None] + depths.gather(1, node))
+        mask &= query[:, :, None] - key[:, None, :] < window
     return mask
 
 
 def _sdpa_with_tree(**call: Any) -> Tensor | None:
-    layout = _active.get()
-    if layout is None:
+    active = _active.get()
+    if active is None:
         return sdpa_mask(**call)
-    mask = tree_mask(layout, call["kv_length"] - call["q_length"], call.get("local_size"))
-    return mask[None, None].expand(call["batch_size"], 1, -1, -1)
+    return tree_mask(active.layout, active.lengths, call["kv_length"], call.get("local_size"))[:, None]
 
 
 def _eager_with_tree(**call: Any) -> Tensor | None:

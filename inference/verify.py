@@ -1,10 +1,11 @@
 """Run the backbone: once over the prompt, then once over every candidate tree.
 
-N nodes, T prompt length, D hidden, V vocabulary.
+B rows, N nodes, T prompt length, D hidden, V vocabulary.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from medusa.backbone import Backbone
 from medusa.tree import CandidateTree
@@ -16,30 +17,37 @@ from .tree_attention import SUPPORTED_ATTENTION, tree_attention
 ALIBI_MODELS = ("bloom", "mpt")
 
 
-def prefill(backbone: Backbone, input_ids: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
-    """Cache the prompt [T]; returns the last position's hidden state [D] and logits [V]."""
-    hidden = backbone.extend(input_ids[None], cache)[0, -1]
-    return hidden, backbone.logits(hidden)
+def prefill(backbone: Backbone, prompts: list[Tensor], cache: TreeCache) -> tuple[Tensor, Tensor]:
+    """Cache the prompts ([T] each); returns the hidden state [B, D] and the logits [B, V] after each.
+
+    Short prompts are padded behind their end: no token sees what comes after it, so this needs no mask.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    hidden = backbone.extend(pad_sequence(prompts, batch_first=True), cache)  # [B, T, D]
+    cache.keep([list(range(length)) for length in lengths])
+    last = hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
+    return last, backbone.logits(last)
 
 
 def verify(backbone: Backbone, tokens: Tensor, layout: TreeLayout, cache: TreeCache) -> tuple[Tensor, Tensor]:
-    """Check a whole tree in one pass; its N positions end up in the cache behind the text.
+    """Check a whole tree for every row in one pass; its positions stand in the cache behind each row's text.
 
     Args:
         backbone: the target.
-        tokens: candidate tokens, [N].
+        tokens: candidate tokens, [B, N]; -1 at empty nodes.
         layout: the tree.
-        cache: holds the text before the root.
+        cache: holds the text before the roots.
 
     Returns:
-        The hidden state [N, D] and the logits [N, V] after each node.
+        The hidden state [B, N, D] and the logits [B, N, V] after each node.
     """
-    position = cache.length + layout.depths
+    lengths = torch.tensor(cache.lengths.rows, device=tokens.device)
+    position = lengths[:, None] + layout.depths
     if backbone.context_length is not None:
         # Nodes past the context's end are never emitted, but learned position tables have no row for them.
         position = position.clamp(max=backbone.context_length - 1)
-    with tree_attention(layout):
-        hidden = backbone.extend(tokens[None], cache, position[None])[0]
+    with tree_attention(layout, lengths):
+        hidden = backbone.extend(tokens.clamp(min=0), cache, position)
     return hidden, backbone.logits(hidden)
 
 
@@ -71,16 +79,16 @@ def check_tree_attention(backbone: Backbone) -> None:
     prompt, tokens = ids[:6], ids[6:]
     layout = TreeLayout.of(CandidateTree.from_paths([(0,), (1,), (1, 0)]), device)
     cache = TreeCache(backbone.num_layers, len(prompt) + len(tokens))
-    prefill(backbone, prompt, cache)
-    hidden, _ = verify(backbone, tokens, layout, cache)
+    prefill(backbone, [prompt], cache)
+    hidden, _ = verify(backbone, tokens[None], layout, cache)
     for node in (1, 3):
-        path = tokens[layout.ancestors[node]]
+        path = tokens[layout.ancestors[0, node]]
         whole = backbone.hidden(torch.cat([prompt, path])[None])[0, -1]
         cache = TreeCache(backbone.num_layers, len(prompt) + len(path))
-        prefill(backbone, prompt, cache)
+        prefill(backbone, [prompt], cache)
         plain = backbone.extend(path[None], cache)[0, -1]
         rounding = float((plain - whole).float().norm() / whole.float().norm())
-        error = float((hidden[node] - plain).float().norm() / plain.float().norm())
+        error = float((hidden[0, node] - plain).float().norm() / plain.float().norm())
         slack, limit = (1e-3, 1e-3) if whole.dtype in (torch.float32, torch.float64) else (2e-2, 0.25)
         # A model that ignores its cache is as wrong in pieces as in a tree, so rounding has a limit of its own.
         worst = max(error, rounding)

@@ -138,6 +138,10 @@ class GuidedHeads(nn.Module):
         return draft_index
 
     def forward(self, hidden: Tensor, root: Tensor) -> Tensor:
+        return torch.cat([self.guess(*pair) for pair in zip(hidden, root, strict=True)], dim=1)
+
+    def guess(self, hidden: Tensor, root: Tensor) -> Tensor:
+        """Logits for one row, [K, 1, V]."""
         errors = [(known - hidden).norm(dim=-1) for known in self.hidden]
         n = min(range(len(errors)), key=lambda n: float(errors[n].min()))
         t, text = int(errors[n].argmin()), self.texts[n]

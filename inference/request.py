@@ -1,0 +1,308 @@
+"""What a caller asks for. transformers prepares it, so that every option of `generate` means what it means there."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerationMode
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
+
+from medusa.backbone import Backbone
+
+SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+REFUSED_OPTIONS = ("inputs_embeds", "past_key_values", "cache", "assistant_model", "negative_prompt_ids")
+
+
+@dataclass
+class Row:
+    """One text being written."""
+
+    ids: Tensor
+    """Room for the whole text, [prompt + limit]; filled up to `length`."""
+    length: int
+    """Tokens so far, prompt included."""
+    prompt: Tensor
+    """The prompt without padding, [T]: what the backbone reads."""
+    limit: int
+    """Most new tokens."""
+    processors: LogitsProcessorList
+    """Processors and warpers, in the order in which `generate` applies them."""
+    criteria: StoppingCriteriaList
+    """When to stop, apart from the limit."""
+    do_sample: bool
+    keep_scores: bool = False
+    keep_logits: bool = False
+    scores: list[Tensor] = field(default_factory=list)
+    """Processed scores that each new token was chosen from, [V] each."""
+    logits: list[Tensor] = field(default_factory=list)
+    """The backbone's own logits there, [V] each."""
+    finish_reason: str | None = None
+    """`stop`, `length`, or None while it goes on."""
+
+    def __post_init__(self) -> None:
+        self.start = self.length
+        """Length of the prompt in `ids`."""
+
+    @property
+    def context(self) -> Tensor:
+        """The text so far as processors and criteria see it, [1, length]."""
+        return self.ids[None, : self.length]
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens were written."""
+        return self.length - self.start
+
+    def emit(self, token: int, scores: Tensor, logits: Tensor) -> None:
+        """Append a token chosen from `scores` [V], and see whether it ends the text."""
+        self.ids[self.length] = token
+        self.length += 1
+        if self.keep_scores:
+            self.scores.append(scores)
+        if self.keep_logits:
+            self.logits.append(logits)
+        kept = tuple(self.scores) if self.keep_scores else None
+        if self.criteria and bool(self.criteria(self.context, kept).any()):  # type: ignore[arg-type]
+            self.finish_reason = "stop"
+        elif self.new_tokens >= self.limit:
+            self.finish_reason = "length"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of `generate`, as transformers hands it to the decoding loop."""
+
+    input_ids: Tensor
+    """[B, T], repeated for `num_return_sequences` already."""
+    attention_mask: Tensor
+    """[B, T], 0 at padding."""
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_inputs: dict[str, Any],
+    ) -> "Request":
+        """From the arguments of a decoding loop; newer versions of transformers drop a mask that hides nothing."""
+        mask = model_inputs.get("attention_mask")
+        return cls(input_ids, torch.ones_like(input_ids) if mask is None else mask, processors, criteria, config)
+
+    def rows(self, backbone: Backbone) -> list[Row]:
+        """One row for each text. Processors see the prompt as it stands in `input_ids`, padding included.
+
+        Raises:
+            ValueError: a prompt is empty, too long for the backbone or holds unknown ids.
+        """
+        check_mode(self.config)
+        limit = self.config.max_length - self.input_ids.shape[1]
+        rows = []
+        for i, (ids, mask) in enumerate(zip(self.input_ids, self.attention_mask, strict=True)):
+            prompt = ids[mask.bool()]
+            check_prompt(backbone, prompt, f"row {i}: " if len(self.input_ids) > 1 else "")
+            room = limit if backbone.context_length is None else min(limit, backbone.context_length - len(prompt))
+            row = Row(
+                ids=torch.cat([ids, ids.new_zeros(room)]),
+                length=len(ids),
+                prompt=prompt,
+                limit=room,
+                processors=LogitsProcessorList(_for_row(processor, i) for processor in self.processors),
+                criteria=StoppingCriteriaList(c for c in self.criteria if not isinstance(c, MaxLengthCriteria)),
+                do_sample=bool(self.config.do_sample),
+                keep_scores=bool(self.config.return_dict_in_generate and self.config.output_scores),
+                keep_logits=bool(self.config.return_dict_in_generate and self.config.output_logits),
+            )
+            rows.append(row)
+        return rows
+
+
+def _for_row(processor: Any, row: int) -> Any:
+    """The prefix-constrained processor asks by row number, and is shown one row at a time."""
+    if not isinstance(processor, PrefixConstrainedLogitsProcessor):
+        return processor
+    allowed = processor._prefix_allowed_tokens_fn
+    return PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), num_beams=1)
+
+
+def prepare(
+    backbone: Backbone,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
+    stopping_criteria: Sequence[Any] | None,
+    options: dict[str, Any],
+) -> list[Request]:
+    """Let `generate` prepare a call, and stop before it decodes.
+
+    Padded prompts are prepared one by one, so that processors see what they would see of that prompt alone; so are
+    rows with a configuration each.
+
+    Args:
+        backbone: whose `generate`.
+        input_ids: [B, T].
+        attention_mask: [B, T] or None, as in `generate`.
+        generation_config: for all rows, or one for each.
+        stopping_criteria: the caller's own.
+        options: everything else that `generate` takes.
+
+    Raises:
+        ValueError: `generate` refuses the call, or it asks for something that heads cannot give.
+    """
+    for name in REFUSED_OPTIONS:
+        if options.get(name) is not None:
+            raise ValueError(f"{name} is not supported when decoding with heads; leave it out, or use plain `generate`")
+    check_shapes(input_ids, attention_mask)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    for i, (ids, keep) in enumerate(zip(input_ids, mask, strict=True)):
+        check_prompt(backbone, ids[keep.bool()], f"row {i}: " if len(input_ids) > 1 else "")
+    model = backbone.model
+    assert isinstance(model, GenerationMixin)
+    options = dict(options)
+    tokenizer, stop_strings = options.pop("tokenizer", None), options.pop("stop_strings", None)
+    criteria = list(stopping_criteria or ())
+
+    def run(ids: Tensor, mask: Tensor | None, config: GenerationConfig | None, extra: dict[str, Any]) -> Request:
+        config, own = _without_stop_strings(config, model.generation_config, stop_strings, tokenizer)
+        rest = {**options, **extra}
+        if config is not None:  # `generate` takes a configuration or its fields, not both
+            config = copy.deepcopy(config)
+            rest = config.update(**rest)
+        result = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=config,
+            custom_generate=_take,  # type: ignore[arg-type]
+            stopping_criteria=StoppingCriteriaList([*criteria, *own]),
+            **rest,
+        )
+        assert isinstance(result, Request)
+        return result
+
+    if isinstance(generation_config, Sequence):
+        if len(generation_config) != len(input_ids):
+            raise ValueError(
+                f"{len(generation_config)} generation configs for {len(input_ids)} rows; give one for each"
+            )
+        return [
+            run(ids[None, keep.bool()], None, config, {})
+            for ids, keep, config in zip(input_ids, mask, generation_config, strict=True)
+        ]
+    whole = run(input_ids, attention_mask, generation_config, {})
+    if whole.attention_mask.all():
+        return [whole]
+    return [_alone(whole, i, run, options.get("prefix_allowed_tokens_fn")) for i in range(len(whole.input_ids))]
+
+
+def _alone(
+    whole: Request,
+    i: int,
+    run: Callable[[Tensor, Tensor | None, GenerationConfig, dict[str, Any]], Request],
+    prefix_allowed_tokens: Callable[[int, Tensor], list[int]] | None,
+) -> Request:
+    """Row i of a padded batch, prepared again without its padding and with as many new tokens."""
+    ids = whole.input_ids[i][whole.attention_mask[i].bool()]
+    padding = whole.input_ids.shape[1] - len(ids)
+    if len(ids) == 0:
+        raise ValueError(f"row {i}: attention_mask is all zeros, so its prompt is empty; give at least one token")
+    config = copy.deepcopy(whole.config)
+    extra: dict[str, Any] = {"max_new_tokens": config.max_length - whole.input_ids.shape[1], "num_return_sequences": 1}
+    config.max_length = None
+    if config.min_length and not config.min_new_tokens:
+        extra["min_length"] = max(config.min_length - padding, 0)
+    if prefix_allowed_tokens is not None:
+        extra["prefix_allowed_tokens_fn"] = lambda _, text: prefix_allowed_tokens(i, text)
+    if whole.config._pad_token_tensor is not None:
+        extra["pad_token_id"] = int(whole.config._pad_token_tensor)  # found already; spares a warning for each row
+    return run(ids[None], torch.ones_like(ids)[None], config, extra)
+
+
+def _without_stop_strings(
+    config: GenerationConfig | None, default: GenerationConfig, stop_strings: Any, tokenizer: Any
+) -> tuple[GenerationConfig | None, list[Any]]:
+    """`generate` does not hand its tokenizer on to a custom loop, so the criterion for stop strings is made here."""
+    configured = (config or default).stop_strings
+    given = configured if stop_strings is None else stop_strings
+    if given is None:
+        return config, []
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={given!r} needs the tokenizer; pass tokenizer= to generate")
+    if configured is not None:
+        config = copy.deepcopy(config or default)
+        config.stop_strings = None
+    return config, [StopStringCriteria(tokenizer=tokenizer, stop_strings=given)]
+
+
+def _take(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_inputs: Any,
+) -> Request:
+    """A decoding loop, as far as `generate` can tell, that returns what it was given."""
+    return Request.of(input_ids, logits_processor, stopping_criteria, generation_config, model_inputs)
+
+
+def check_mode(config: GenerationConfig) -> None:
+    """Refuse ways of decoding that do not go token by token.
+
+    Raises:
+        ValueError: the mode, by name.
+    """
+    mode = config.get_generation_mode()
+    if mode not in SUPPORTED_MODES:
+        raise ValueError(
+            f"this generation config asks for {mode.value.replace('_', ' ')}; decoding with heads is greedy search or "
+            "sampling: leave num_beams at 1 and penalty_alpha and assistants out, or use plain `generate`"
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            raise ValueError(f"{name}=True is not supported when decoding with heads; use plain `generate`")
+
+
+def check_shapes(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Refuse prompts that are not a matrix of ids.
+
+    Raises:
+        ValueError: the shape, the type, or a prompt without tokens.
+    """
+    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; give token ids of shape "
+            "[rows, length], dtype int64"
+        )
+    if input_ids.numel() == 0:
+        raise ValueError("the prompt is empty; give at least one token, such as the tokenizer's BOS token")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; "
+            "they must be the same"
+        )
+    if attention_mask is not None and not attention_mask.bool().any(dim=1).all():
+        row = int(attention_mask.bool().any(dim=1).logical_not().nonzero()[0])
+        raise ValueError(f"row {row}: attention_mask is all zeros, so its prompt is empty; give at least one token")
+
+
+def check_prompt(backbone: Backbone, prompt: Tensor, where: str) -> None:
+    """Refuse a prompt [T] that the backbone cannot continue.
+
+    Raises:
+        ValueError: it is empty, fills the context, or holds ids that the backbone lacks.
+    """
+    backbone.check_ids(prompt)
+    if backbone.context_length is not None and len(prompt) >= backbone.context_length:
+        raise ValueError(
+            f"{where}the prompt has {len(prompt)} tokens, but the backbone's context holds {backbone.context_length}, "
+            f"answer included; shorten the prompt to at most {backbone.context_length - 1}"
+        )
