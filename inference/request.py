@@ -65,7 +65,7 @@ class Row:
         if self.keep_scores:
             self.scores.append(scores)
         if self.keep_logits:
-            self.logits.append(logits)
+            self.logits.append(logits.float())
         kept = tuple(self.scores) if self.keep_scores else None
         if self.criteria and bool(self.criteria(self.context, kept).any()):  # type: ignore[arg-type]
             self.finish_reason = "stop"
@@ -172,11 +172,12 @@ def prepare(
     criteria = list(stopping_criteria or ())
 
     def run(ids: Tensor, mask: Tensor | None, config: GenerationConfig | None, extra: dict[str, Any]) -> Request:
-        config, own = _without_stop_strings(config, model.generation_config, stop_strings, tokenizer)
+        own, off = _stop_strings(config or model.generation_config, stop_strings, tokenizer)
         rest = {**options, **extra}
         if config is not None:  # `generate` takes a configuration or its fields, not both
             config = copy.deepcopy(config)
             rest = config.update(**rest)
+        rest |= off
         result = model.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -197,6 +198,9 @@ def prepare(
             run(ids[None, keep.bool()], None, config, {})
             for ids, keep, config in zip(input_ids, mask, generation_config, strict=True)
         ]
+    if attention_mask is not None:  # `generate` warns of padding on the right, which is as good here
+        order = attention_mask.bool().int().argsort(dim=1, stable=True)
+        input_ids, attention_mask = input_ids.gather(1, order), attention_mask.gather(1, order)
     whole = run(input_ids, attention_mask, generation_config, {})
     if whole.attention_mask.all():
         return [whole]
@@ -226,20 +230,18 @@ def _alone(
     return run(ids[None], torch.ones_like(ids)[None], config, extra)
 
 
-def _without_stop_strings(
-    config: GenerationConfig | None, default: GenerationConfig, stop_strings: Any, tokenizer: Any
-) -> tuple[GenerationConfig | None, list[Any]]:
-    """`generate` does not hand its tokenizer on to a custom loop, so the criterion for stop strings is made here."""
-    configured = (config or default).stop_strings
-    given = configured if stop_strings is None else stop_strings
-    if given is None:
-        return config, []
+def _stop_strings(config: GenerationConfig, given: Any, tokenizer: Any) -> tuple[list[Any], dict[str, Any]]:
+    """`generate` does not hand its tokenizer on to a custom loop, so the criterion for stop strings is made here.
+
+    Returns the criterion, and the option that tells `generate` not to make one.
+    """
+    strings = config.stop_strings if given is None else given
+    if strings is None:
+        return [], {}
     if tokenizer is None:
-        raise ValueError(f"stop_strings={given!r} needs the tokenizer; pass tokenizer= to generate")
-    if configured is not None:
-        config = copy.deepcopy(config or default)
-        config.stop_strings = None
-    return config, [StopStringCriteria(tokenizer=tokenizer, stop_strings=given)]
+        raise ValueError(f"stop_strings={strings!r} needs the tokenizer; pass tokenizer= to generate")
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+    return [criterion], {} if config.stop_strings is None else {"stop_strings": None}
 
 
 def _take(
@@ -266,6 +268,8 @@ def check_mode(config: GenerationConfig) -> None:
             f"this generation config asks for {mode.value.replace('_', ' ')}; decoding with heads is greedy search or "
             "sampling: leave num_beams at 1 and penalty_alpha and assistants out, or use plain `generate`"
         )
+    if config.do_sample and config.top_p is not None and not 0 <= config.top_p <= 1:
+        raise ValueError(f"top_p is {config.top_p}; it must be between 0 and 1")  # `generate` would ignore it
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             raise ValueError(f"{name}=True is not supported when decoding with heads; use plain `generate`")

@@ -15,6 +15,8 @@ from medusa.inference.verify import prefill, verify
 
 pytestmark = pytest.mark.decoding
 
+NO_TEXT = torch.tensor([0])
+
 
 def layout_of(tree: CandidateTree) -> TreeLayout:
     return TreeLayout.of(tree, torch.device("cpu"))
@@ -40,7 +42,18 @@ def slow_mask(tree: CandidateTree, length: int, window: int | None) -> list[list
 def test_mask_matches_three_loops(length: int, window: int | None) -> None:
     for seed in range(5):
         tree = random_tree(seed)
-        assert tree_mask(layout_of(tree), length, window).tolist() == slow_mask(tree, length, window)
+        mask = tree_mask(layout_of(tree), torch.tensor([length]), length + tree.num_nodes, window)
+        assert mask[0].tolist() == slow_mask(tree, length, window)
+
+
+@pytest.mark.parametrize("window", [None, 3, 8])
+def test_rows_of_different_lengths_see_what_they_would_alone(window: int | None) -> None:
+    tree, lengths, keys = random_tree(1), [0, 7, 3, 20], 40
+    mask = tree_mask(layout_of(tree), torch.tensor(lengths), keys, window)
+    for row, length in zip(mask, lengths, strict=True):
+        end = length + tree.num_nodes
+        assert row[:, :end].tolist() == slow_mask(tree, length, window)
+        assert not row[:, end:].any(), "nothing behind a row's tree is its own"
 
 
 @pytest.mark.parametrize("window", [None, 3, 8])
@@ -57,7 +70,8 @@ def test_chain_is_plain_text(window: int | None) -> None:
         batch_size=1, q_length=5, kv_length=15, q_offset=10, mask_function=function, allow_is_causal_skip=False
     )
     assert expected is not None
-    assert torch.equal(tree_mask(layout_of(CandidateTree.chain(4)), 10, window), expected[0, 0])
+    mask = tree_mask(layout_of(CandidateTree.chain(4)), torch.tensor([10]), 15, window)
+    assert torch.equal(mask, expected[0])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -65,18 +79,19 @@ def test_chain_is_plain_text(window: int | None) -> None:
 def test_every_node_gets_what_its_path_gets_as_text(name: str, attention: str) -> None:
     backbone = Backbone(shared_model(name, torch.float64, attention))
     install()
-    prompt, tree = prompt_of(10)[0], random_tree(3)
+    prompts, tree = [prompt_of(length)[0] for length in (10, 3, 17)], random_tree(3)
     layout = layout_of(tree)
-    tokens = prompt_of(tree.num_nodes, seed=1)[0]
-    cache = TreeCache(backbone.num_layers, 64)
+    tokens = torch.cat([prompt_of(tree.num_nodes, seed=row) for row in range(len(prompts))])
+    cache = TreeCache(backbone.num_layers, 64, rows=len(prompts))
     with torch.inference_mode():
-        prefill(backbone, prompt, cache)
+        prefill(backbone, prompts, cache)
         hidden, logits = verify(backbone, tokens, layout, cache)
-        for node in range(tree.num_nodes):
-            text = torch.cat([prompt, tokens[layout.ancestors[node]]])
-            expected = backbone.hidden(text[None])[0, -1]
-            torch.testing.assert_close(hidden[node], expected, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(logits[node], backbone.logits(expected), rtol=1e-5, atol=1e-5)
+        for row, prompt in enumerate(prompts):
+            for node in range(tree.num_nodes):
+                text = torch.cat([prompt, tokens[row, layout.ancestors[0, node]]])
+                expected = backbone.hidden(text[None])[0, -1]
+                torch.testing.assert_close(hidden[row, node], expected, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(logits[row, node], backbone.logits(expected), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -86,11 +101,11 @@ def test_context_ends_with_the_block_also_after_an_error(attention: str) -> None
     ids = prompt_of(12)
     before = model(input_ids=ids).logits
     flat = layout_of(CandidateTree.from_paths([(rank,) for rank in range(11)]))
-    with tree_attention(flat):
+    with tree_attention(flat, NO_TEXT):
         inside = model(input_ids=ids).logits
     assert not torch.allclose(inside, before), "the block is meant to change what the model sees"
     assert torch.equal(model(input_ids=ids).logits, before)
-    with pytest.raises(RuntimeError, match="inside"), tree_attention(flat):
+    with pytest.raises(RuntimeError, match="inside"), tree_attention(flat, NO_TEXT):
         raise RuntimeError("inside")
     assert torch.equal(model(input_ids=ids).logits, before)
 
@@ -100,9 +115,9 @@ def test_contexts_nest() -> None:
     model = shared_model("llama")
     ids = prompt_of(4)
     outer, inner = layout_of(CandidateTree.from_paths([(0,), (1,), (2,)])), layout_of(CandidateTree.chain(3))
-    with tree_attention(outer):
+    with tree_attention(outer, NO_TEXT):
         first = model(input_ids=ids).logits
-        with tree_attention(inner):
+        with tree_attention(inner, NO_TEXT):
             chain = model(input_ids=ids).logits
         assert torch.equal(model(input_ids=ids).logits, first)
     torch.testing.assert_close(chain, model(input_ids=ids).logits)
