@@ -59,8 +59,7 @@ class TreeCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[-2]
         end = self.lengths.longest + new
-        if end > self.capacity:
-            self._grow(end)
+        self.reserve(end)
         assert self.keys is not None
         assert self.values is not None
         if self.lengths.uniform:
@@ -74,9 +73,10 @@ class TreeCacheLayer(CacheLayerMixin):
             self.values[rows, :, place] = value_states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def _grow(self, needed: int) -> None:
-        assert self.keys is not None
-        assert self.values is not None
+    def reserve(self, needed: int) -> None:
+        """Make room for so many positions."""
+        if needed <= self.capacity:
+            return
         old_capacity = self.capacity
         self.capacity = max(needed, self.capacity + max(GROWTH, self.capacity // 4))
         for name in ("keys", "values"):
@@ -122,6 +122,11 @@ class TreeCache(Cache):
         self.lengths = Lengths(rows)
         self.tree_layers = [TreeCacheLayer(self.lengths, capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.tree_layers))
+
+    def reserve(self, positions: int) -> None:
+        """Make room for so many positions in every layer."""
+        for layer in self.tree_layers:
+            layer.reserve(positions)
 
     def keep(self, paths: list[list[int]]) -> None:
         """Count the accepted positions of the last pass as text, moved together, and forget the others.

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from medusa.backbone import Backbone
 from medusa.model import MedusaModel
@@ -20,6 +20,7 @@ from medusa.tree import CandidateTree
 
 from .accept import Typical
 from .cache import TreeCache
+from .compiled import CompiledVerify, why_not_compile
 from .draws import CertainDraws, Draws, RandomDraws
 from .layout import TreeLayout
 from .propose import PROPOSALS, Candidates, Proposal, propose, propose_by_chance
@@ -60,6 +61,7 @@ class MedusaDecoder:
         acceptance: Literal["exact", "typical"] | Typical = "exact",
         proposal: Proposal = "top_k",
         pack_weights: bool | Literal["auto"] = False,
+        compile: bool = False,
     ) -> None:
         """Prepare to decode.
 
@@ -73,6 +75,8 @@ class MedusaDecoder:
                 from the heads without replacement, "mixed" the likeliest and one drawn from the rest. All are exact.
             pack_weights: verify with a packed copy of half-precision weights; see `medusa.packed_linear`. "auto", with
                 tree="auto": where they can be packed and that is faster here.
+            compile: compile the verify pass and the heads, for single prompts. The first step then takes long, and
+                batches stay eager. Without a C++ compiler on a CPU it says so once and stays eager.
 
         Raises:
             ValueError: an argument is not allowed, the tree does not fit the heads, or the backbone cannot verify
@@ -97,6 +101,15 @@ class MedusaDecoder:
         self.tree = self._resolve(tree, backbones)
         self.tree.check_heads(model.config.num_heads, model.heads.draft_size)
         self.layout = TreeLayout.of(self.tree, self.device)
+        self.heads = model.heads
+        self._compiled: CompiledVerify | None = None
+        if compile:
+            reason = why_not_compile(self.device)
+            if reason is None:
+                self._compiled = CompiledVerify(self.backbone)
+                self.heads = torch.compile(model.heads)  # type: ignore[assignment]
+            else:
+                warnings.warn(f"compile=True, but {reason}; the decoder runs uncompiled", stacklevel=2)
 
     @property
     def device(self) -> torch.device:
@@ -194,7 +207,7 @@ class MedusaDecoder:
 
     def __call__(
         self,
-        model: GenerationMixin,
+        model: PreTrainedModel,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
@@ -215,7 +228,8 @@ class MedusaDecoder:
         result = gather(input_ids, rows, stats, generation_config)
         if not generation_config.return_dict_in_generate:
             return result.sequences
-        return GenerateDecoderOnlyOutput(sequences=result.sequences, scores=result.scores, logits=result.logits)
+        fields: dict[str, Any] = {"sequences": result.sequences, "scores": result.scores, "logits": result.logits}
+        return GenerateDecoderOnlyOutput(**fields)
 
     def _prepare(
         self,
@@ -278,17 +292,23 @@ class MedusaDecoder:
     def step(self, state: DecodingState) -> None:
         """Advance every row by one verify pass; rows that end leave the state."""
         candidates = self.propose(state)
-        hidden, logits = verify(self.backbone, candidates.tokens, self.layout, state.cache)
+        hidden, logits = self.verify(candidates.tokens, state.cache)
         paths = self.accept(state, candidates, logits, self.layout)
         state.cache.keep(paths)
         self._carry_on(state, hidden[torch.arange(len(paths)), [path[-1] for path in paths]])
 
+    def verify(self, tokens: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
+        """Run the backbone over the tree: tokens [B, N] -> hidden states [B, N, D], logits [B, N, V]."""
+        if self._compiled is not None and len(tokens) == 1:
+            return self._compiled(tokens, self.layout, cache)
+        return verify(self.backbone, tokens, self.layout, cache)
+
     def propose(self, state: DecodingState) -> Candidates:
         """Fill the tree behind every row's root."""
         if self.proposal == "top_k" or self.layout.num_nodes == 1:
-            return propose(self.model.heads, state.hidden, state.root, self.layout)
+            return propose(self.heads, state.hidden, state.root, self.layout)
         return propose_by_chance(
-            self.model.heads,
+            self.heads,
             state.hidden,
             state.root,
             self.layout,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 
@@ -67,7 +67,7 @@ class Row:
         if self.keep_logits:
             self.logits.append(logits.float())
         kept = tuple(self.scores) if self.keep_scores else None
-        if self.criteria and bool(self.criteria(self.context, kept).any()):  # type: ignore[arg-type]
+        if self.criteria and bool(self.criteria(self.context, kept).any()):
             self.finish_reason = "stop"
         elif self.new_tokens >= self.limit:
             self.finish_reason = "length"
@@ -182,7 +182,7 @@ def prepare(
             input_ids=ids,
             attention_mask=mask,
             generation_config=config,
-            custom_generate=_take,  # type: ignore[arg-type]
+            custom_generate=_take,
             stopping_criteria=StoppingCriteriaList([*criteria, *own]),
             **rest,
         )

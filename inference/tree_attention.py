@@ -32,6 +32,15 @@ class TreePass:
 _active: ContextVar[TreePass | None] = ContextVar("medusa_tree_pass", default=None)
 
 
+class Traced:
+    """The tree pass while a compiler traces one: it cannot follow context variables."""
+
+    tree_pass: TreePass | None = None
+
+
+traced = Traced()
+
+
 @contextmanager
 def tree_attention(layout: TreeLayout, lengths: Tensor) -> Iterator[None]:
     """Let forward passes inside the block treat their N tokens as the nodes of a tree behind each row's cached text."""
@@ -69,15 +78,19 @@ def tree_mask(layout: TreeLayout, lengths: Tensor, keys: int, window: int | None
     return mask
 
 
+def _tree_pass() -> TreePass | None:
+    return traced.tree_pass if torch.compiler.is_compiling() else _active.get()
+
+
 def _sdpa_with_tree(**call: Any) -> Tensor | None:
-    active = _active.get()
+    active = _tree_pass()
     if active is None:
         return sdpa_mask(**call)
     return tree_mask(active.layout, active.lengths, call["kv_length"], call.get("local_size"))[:, None]
 
 
 def _eager_with_tree(**call: Any) -> Tensor | None:
-    if _active.get() is None:
+    if _tree_pass() is None:
         return eager_mask(**call)
     visible = _sdpa_with_tree(**call)
     assert visible is not None

@@ -42,13 +42,18 @@ def verify(backbone: Backbone, tokens: Tensor, layout: TreeLayout, cache: TreeCa
         The hidden state [B, N, D] and the logits [B, N, V] after each node.
     """
     lengths = torch.tensor(cache.lengths.rows, device=tokens.device)
-    position = lengths[:, None] + layout.depths
-    if backbone.context_length is not None:
-        # Nodes past the context's end are never emitted, but learned position tables have no row for them.
-        position = position.clamp(max=backbone.context_length - 1)
     with tree_attention(layout, lengths):
-        hidden = backbone.extend(tokens.clamp(min=0), cache, position)
+        hidden = backbone.extend(tokens.clamp(min=0), cache, positions(backbone, lengths, layout))
     return hidden, backbone.logits(hidden)
+
+
+def positions(backbone: Backbone, lengths: Tensor, layout: TreeLayout) -> Tensor:
+    """Place of each node in its text: lengths [B] -> [B, N]."""
+    position = lengths[:, None] + layout.depths
+    if backbone.context_length is None:
+        return position
+    # Nodes past the context's end are never emitted, but learned position tables have no row for them.
+    return position.clamp(max=backbone.context_length - 1)
 
 
 @torch.inference_mode()

@@ -1,5 +1,7 @@
 """From the backbone's logits to the scores that plain decoding would choose from. R texts, V vocabulary."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -49,13 +51,16 @@ def processed_scores(rows: list[Row], contexts: list[Tensor], logits: Tensor) ->
     if together:
         for processor in rows[0].processors:
             if isinstance(processor, CONTEXT_FREE):
-                scores = processor(contexts[0], scores)
+                scores = _apply(processor, contexts[0], scores)
             else:
-                each = zip(contexts, scores.split(1), strict=True)
-                scores = torch.cat([processor(context, own) for context, own in each])
+                scores = torch.cat(
+                    [_apply(processor, context, scores[i : i + 1]) for i, context in enumerate(contexts)]
+                )
     else:
-        each = zip(rows, contexts, scores.split(1), strict=True)
-        scores = torch.cat([row.processors(context, own) for row, context, own in each])
+        each = zip(rows, contexts, strict=True)
+        scores = torch.cat(
+            [_apply(row.processors, context, scores[i : i + 1]) for i, (row, context) in enumerate(each)]
+        )
     best = scores.amax(dim=-1)
     if not bool(torch.isfinite(best).all()):
         bad = int(torch.isfinite(best).logical_not().nonzero()[0])
@@ -79,8 +84,15 @@ def draft_scores(rows: list[Row], logits: Tensor) -> Tensor:
     for i, row in enumerate(rows):
         for processor in row.processors:
             if isinstance(processor, WARPERS):
-                scores[i] = processor(row.context, scores[i])
+                scores[i] = _apply(processor, row.context, scores[i])
     return scores
+
+
+def _apply(processor: Any, context: Tensor, scores: Tensor) -> Tensor:
+    """transformers types its processors by tensor classes that nobody makes."""
+    processed = processor(context, scores)
+    assert isinstance(processed, Tensor)
+    return processed
 
 
 def _same(a: LogitsProcessorList, b: LogitsProcessorList) -> bool:

@@ -7,6 +7,9 @@ products is done in fp32 too: such a CPU rounds to bf16 by hand at every operati
 """
 
 import copy
+import itertools
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,23 @@ FP16_MAX = torch.finfo(torch.float16).max
 ENGINES = ("fbgemm", "x86")
 
 
+_packed: dict[int, Any] = {}
+"""Packed weights by number: a compiler cannot trace FBGEMM's object, but an operator that takes a number."""
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("medusa::packed_linear", mutates_args=())
+def packed_linear(x: Tensor, number: int, out_features: int) -> Tensor:
+    """Multiply rows [M, D] by the packed weight of that number: [M, V]."""
+    y: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, _packed[number])
+    return y
+
+
+@packed_linear.register_fake
+def _(x: Tensor, number: int, out_features: int) -> Tensor:
+    return x.new_empty(x.shape[0], out_features)
+
+
 class PackedLinear(nn.Module):
     """A linear layer with packed weights, fp32 in and out."""
 
@@ -23,12 +43,18 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         bias = None if linear.bias is None else linear.bias.detach().float()
-        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), bias)
+        self.number = next(_numbers)
+        _packed[self.number] = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), bias)
+        weakref.finalize(self, _packed.pop, self.number)
+        self.out_features = linear.weight.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
         rows = x.reshape(-1, x.shape[-1])  # the operator takes no single vector
-        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
+        if torch.compiler.is_compiling():
+            y: Tensor = packed_linear(rows, self.number, self.out_features)
+        else:
+            y = torch.ops.quantized.linear_dynamic_fp16(rows, _packed[self.number])
         return y.view(*x.shape[:-1], -1)
 
 
