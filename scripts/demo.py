@@ -103,7 +103,7 @@ def distil_answers(
     questions.write_text("".join(json.dumps(row) + "\n" for row in splits["train"] + splits["calibration"]))
     prompts, _ = read_prompts(questions, tokenizer)
     answered = work / "answers.jsonl"
-    distill(backbone, tokenizer, prompts, answered, new_tokens, batch_size=64, recorded=True)
+    distill(backbone, tokenizer, prompts, answered, new_tokens, batch_size=192, recorded=True)
     files = {}
     rows = {json.loads(line)["id"]: line for line in answered.read_text().splitlines(keepends=True)}
     for name in ("train", "calibration"):
