@@ -26,11 +26,12 @@ def most_varied_ends(answers: list[list[int]]) -> set[int]:
     return set(max(combinations(range(VOCAB), 2), key=lengths))
 
 
+@pytest.mark.parametrize("beginning", [0, 10])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_answer_is_what_generate_gives_alone(name: str) -> None:
+def test_each_answer_is_what_generate_gives_alone(name: str, beginning: int) -> None:
     """Rows end at different steps, first and last ones too, and the others go on unharmed."""
     backbone = Backbone(shared_model(name))
-    prompts = [prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    prompts = [torch.cat([prompt_of(beginning), prompt_of(n, seed)], 1) for seed, n in enumerate(LENGTHS)]
     free = [hf_greedy(backbone.model, p, NEW)[0, p.shape[1] :].tolist() for p in prompts]
     ends = most_varied_ends(free)
     texts = [hf_greedy(backbone.model, p, NEW, eos_token_id=sorted(ends))[0] for p in prompts]

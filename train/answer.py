@@ -1,7 +1,8 @@
 """Greedy answers to many prompts at once, with the hidden states they come from.
 
 Matrix products with many rows are what a machine does best, so a batch should be large and nothing in it should be
-idle: prompts of equal length are read together, without padding, and a row leaves the batch when its answer ends.
+idle: what all prompts begin with is read once, prompts of equal length are read together, without padding, and a row
+leaves the batch when its answer ends.
 
 B prompts, n rows whose answer goes on, T tokens, D hidden.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from medusa.backbone import Backbone
 
@@ -66,18 +68,36 @@ def answer(
 def read(backbone: Backbone, prompts: list[list[int]], width: int) -> tuple[BatchCache, Tensor]:
     """Read the prompts; returns a cache in which all end at the same column, and their last hidden states [B, D]."""
     device = backbone.lm_weight.device
-    longest = max(len(prompt) for prompt in prompts)
+    longest, shortest = (choose(len(prompt) for prompt in prompts) for choose in (max, min))
     cache = BatchCache(backbone.num_layers, len(prompts), width, longest)
     hidden = torch.empty(len(prompts), backbone.hidden_size, dtype=backbone.lm_weight.dtype, device=device)
+    # Chats begin alike, with a system message or at least a few special tokens.
+    differing = (i for i in range(shortest - 1) if any(prompt[i] != prompts[0][i] for prompt in prompts))
+    beginning = next(differing, shortest - 1)
+    begun = DynamicCache()
+    if beginning:
+        backbone.extend(torch.tensor([prompts[0][:beginning]], device=device), begun)
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
         by_length[len(prompt)].append(i)
     for same in by_length.values():
-        part = DynamicCache()
+        rest = torch.tensor([prompts[i][beginning:] for i in same], device=device)
+        part = repeated(begun, len(same))
         rows = torch.tensor(same, device=device)
-        hidden[rows] = backbone.extend(torch.tensor([prompts[i] for i in same], device=device), part)[:, -1]
+        hidden[rows] = backbone.extend(rest, part)[:, -1]
         cache.write(rows, part)
     return cache, hidden
+
+
+def repeated(cache: DynamicCache, rows: int) -> DynamicCache:
+    """A cache that holds the one text of another `rows` times."""
+    result = DynamicCache()
+    for i, layer in enumerate(cache.layers):
+        assert isinstance(layer, CacheLayerMixin)
+        assert layer.keys is not None
+        assert layer.values is not None
+        result.update(layer.keys.expand(rows, -1, -1, -1), layer.values.expand(rows, -1, -1, -1), i)
+    return result
 
 
 def drop_rows(cache: BatchCache, keep: Tensor) -> Tensor:
