@@ -100,10 +100,23 @@ class Backbone:
         assert isinstance(hidden, Tensor)
         return hidden
 
-    def extend(self, input_ids: Tensor, cache: Cache, position_ids: Tensor | None = None) -> Tensor:
-        """Final hidden states of tokens behind cached text; they join the cache. [B, T] -> [B, T, D]."""
+    def extend(
+        self,
+        input_ids: Tensor,
+        cache: Cache,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Final hidden states of tokens behind cached text; they join the cache. [B, T] -> [B, T, D].
+
+        `attention_mask` [B, cached + T] is False on padding.
+        """
         output = self.decoder(
-            input_ids=input_ids, position_ids=position_ids, use_cache=True, **{self._cache_argument: cache}
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            use_cache=True,
+            **{self._cache_argument: cache},
         )
         assert isinstance(output.last_hidden_state, Tensor)
         return output.last_hidden_state

@@ -37,7 +37,7 @@ HELD_OUT = 4
 """Prompts of each category to calibrate the tree on, and as many again to decode at the end."""
 NODES = 16
 """Size of the tree of the fp32 check, where outputs must be identical."""
-CHECKED_PROMPTS, CHECKED_TOKENS = 6, 64
+CHECKED_PROMPTS, CHECKED_TOKENS = 6, 96
 """How many prompts are decoded there, and new tokens of each."""
 console = Console()
 
@@ -45,10 +45,10 @@ console = Console()
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=224, help="how many prompts to train on")
+    parser.add_argument("--prompts", type=int, default=448, help="how many prompts to train on")
     parser.add_argument("--steps", type=int, help="train for at most so many steps")
-    parser.add_argument("--new-tokens", type=int, default=96, help="longest answer")
-    parser.add_argument("--decode", type=int, default=8, help="how many prompts to decode both ways")
+    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--decode", type=int, default=6, help="how many prompts to decode both ways")
     parser.add_argument("--work", type=Path, default=ROOT / ".demo", help="where everything is kept for the next run")
     arguments = parser.parse_args()
     started = time.perf_counter()
@@ -103,7 +103,7 @@ def distil_answers(
     questions.write_text("".join(json.dumps(row) + "\n" for row in splits["train"] + splits["calibration"]))
     prompts, _ = read_prompts(questions, tokenizer)
     answered = work / "answers.jsonl"
-    distill(backbone, tokenizer, prompts, answered, new_tokens, batch_size=64, recorded=True)
+    distill(backbone, tokenizer, prompts, answered, new_tokens, batch_size=192, recorded=True)
     files = {}
     rows = {json.loads(line)["id"]: line for line in answered.read_text().splitlines(keepends=True)}
     for name in ("train", "calibration"):

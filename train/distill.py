@@ -1,23 +1,16 @@
-"""Self-distillation: let the backbone answer the prompts, so that heads learn what it would really say.
-
-B rows of a batch, T tokens, D hidden.
-"""
+"""Self-distillation: let the backbone answer the prompts, so that heads learn what it would really say."""
 
 import json
+import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
-
 from medusa.backbone import Backbone
 from medusa.progress import progress_bar
 
+from .answer import answer
 from .chat import Message, ReadReport, RowError, messages_of, read_jsonl
 from .hidden_states import record, recording_directory
 from .rows import row_id
@@ -95,7 +88,7 @@ def distill(
         prompts: what to answer.
         out: JSONL file, created or continued.
         max_new_tokens: longest answer.
-        batch_size: prompts answered together; sorted by length first, so that little is padded.
+        batch_size: at most so many prompts are answered together, those of similar length.
         recorded: also record the hidden states of the answers, which the backbone computes anyway.
 
     Returns:
@@ -108,77 +101,30 @@ def distill(
         str(backbone.model.config._name_or_path), max_new_tokens, str(tokenizer.chat_template), recorded
     )
     check_settings(out, settings)
+    ends = end_tokens(backbone)
     done = answered_ids(out)
     missing = sorted((p for p in prompts if p.id not in done), key=lambda p: len(p.input_ids))
     if not missing:
         return 0
+    # Equal batches: a small last one would take nearly as long as a full one.
+    size = math.ceil(len(missing) / math.ceil(len(missing) / batch_size))
     with progress_bar("answering", len(prompts), len(prompts) - len(missing)) as advance, out.open("a") as file:
-        for start in range(0, len(missing), batch_size):
-            batch = missing[start : start + batch_size]
-            answers, states = answer(backbone, tokenizer, batch, max_new_tokens)
+        for start in range(0, len(missing), size):
+            batch = missing[start : start + size]
+            answers, states = answer(backbone, [p.input_ids for p in batch], max_new_tokens, ends, advance)
             if recorded:
                 record(recording_directory(out), {p.id: h for p, h in zip(batch, states, strict=True)})
             file.writelines(_line(tokenizer, p, ids) for p, ids in zip(batch, answers, strict=True))
             file.flush()
             os.fsync(file.fileno())
-            advance(len(batch))
     return len(missing)
 
 
-@torch.inference_mode()
-def answer(
-    backbone: Backbone, tokenizer: Any, batch: list[Prompt], max_new_tokens: int
-) -> tuple[list[list[int]], list[Tensor]]:
-    """Answer a batch of prompts greedily.
-
-    Returns:
-        The answers' ids, end token included, and for each the hidden states that its tokens came from, [P, D].
-    """
-    model = backbone.model
-    assert isinstance(model, GenerationMixin)
-    assert model.generation_config is not None
-    ends = model.generation_config.eos_token_id
-    ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
-    longest = max(len(prompt.input_ids) for prompt in batch)
-    ids = torch.zeros(len(batch), longest, dtype=torch.long)
-    mask = torch.zeros(len(batch), longest, dtype=torch.long)
-    for i, prompt in enumerate(batch):
-        ids[i, longest - len(prompt.input_ids) :] = torch.tensor(prompt.input_ids)
-        mask[i, longest - len(prompt.input_ids) :] = 1
-    device = backbone.lm_weight.device
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=min(ends) if ends else 0,
-        # A static cache is written in place; the dynamic one copies itself at every token.
-        cache_implementation="static",
-        disable_compile=True,
-    )
-    with last_hidden_states(backbone) as hidden:
-        output = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
-    assert isinstance(output, Tensor)
-    states = torch.stack(hidden, dim=1)  # [B, new tokens, D]
-    answers = []
-    for row in output[:, longest:].tolist():
-        end = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
-        answers.append(row[: end + 1])
-    return answers, [states[i, : len(row)].cpu().clone() for i, row in enumerate(answers)]
-
-
-@contextmanager
-def last_hidden_states(backbone: Backbone) -> Iterator[list[Tensor]]:
-    """Collect the hidden state [B, D] that each generated token comes from, while the block runs."""
-    states: list[Tensor] = []
-
-    def keep(module: Any, arguments: Any, output: Any) -> None:
-        states.append(output.last_hidden_state[:, -1].clone())
-
-    handle = backbone.decoder.register_forward_hook(keep)
-    try:
-        yield states
-    finally:
-        handle.remove()
+def end_tokens(backbone: Backbone) -> set[int]:
+    """Tokens that end an answer, from the backbone's generation config."""
+    assert backbone.model.generation_config is not None
+    ends = backbone.model.generation_config.eos_token_id
+    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
 
 def _line(tokenizer: Any, prompt: Prompt, answer_ids: list[int]) -> str:
