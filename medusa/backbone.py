@@ -94,6 +94,12 @@ class Backbone:
         length = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(length) if length else None
 
+    @property
+    def rope_switch(self) -> int | None:
+        """The longest sequence before LongRoPE changes the frequencies of all positions, or None without LongRoPE."""
+        rope = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else None
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [..., D] -> the backbone's logits [..., V]."""
         logits = self.lm_head(hidden)

@@ -39,6 +39,10 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+LONG = {
+    "original_max_position_embeddings": 4,
+    "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 8.0},
+}
 SHARED = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -89,6 +93,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "opt_projected": {**UNTIED, "model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 16},
     "phi": UNTIED,
     "phi3": {**GROUPED, **WINDOW},
+    "phi3_long": {**GROUPED, **LONG, "model_type": "phi3"},
     "qwen2": GROUPED,
     "qwen2_window": {**GROUPED, **MIXED, "model_type": "qwen2", "use_sliding_window": True},
     "qwen3": WIDE,

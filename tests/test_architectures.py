@@ -89,6 +89,22 @@ def test_the_table_tests_something(name: str) -> None:
         assert not same[8:].any()
 
 
+def test_crossing_the_switch_of_longrope_is_refused() -> None:
+    """Rows of the cache would need other frequencies than they were made with; below and past it all is well."""
+    model = random_model(config_of("phi3", {**ARCHITECTURES["phi3_long"], "original_max_position_embeddings": 16}))
+    decoder = MedusaDecoder(tiny_medusa(model, num_heads=K), CHAIN)
+    for length, new in ((11, 3), (17, NEW)):  # the last step begins at position 11 + 3 - 2 and looks 3 further
+        prompt = prompt_of(length)
+        assert decoder.generate(prompt, new).sequences.tolist() == hf_greedy(model, prompt, new).tolist()
+    for length, new in ((11, 4), (16, NEW)):
+        with pytest.raises(ValueError, match=r"position 16.*LongRoPE.*max_new_tokens.*plain `generate`"):
+            decoder.generate(prompt_of(length), new)
+    mask = torch.ones(2, 17, dtype=torch.long)
+    mask[0, :9] = 0
+    with pytest.raises(ValueError, match=r"position 16.*decode prompts on either side of it apart"):
+        decoder.generate(prompt_of(17).repeat(2, 1), 1, attention_mask=mask)
+
+
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_models_are_refused_by_name(name: str) -> None:
     model = random_model(config_of(name, RECURRENT[name]))
