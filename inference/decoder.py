@@ -24,7 +24,7 @@ from .compiled import CompiledVerify, why_not_compile
 from .draws import CertainDraws, Draws, RandomDraws
 from .layout import TreeLayout
 from .propose import PROPOSALS, Candidates, Proposal, propose, propose_by_chance
-from .request import Request, Row, prepare
+from .request import Request, Row, check_rope_switch, prepare
 from .result import DecodingStats, GenerationResult, gather
 from .tree_attention import install
 from .tree_choice import choose_tree
@@ -279,6 +279,7 @@ class MedusaDecoder:
 
     def prefill(self, rows: list[Row], generator: torch.Generator | None = None) -> DecodingState:
         """Cache the prompts and choose the first roots; room for the whole texts and one tree is taken at once."""
+        check_rope_switch(self.backbone, rows, self.tree.depth)
         capacity = max(len(row.prompt) + row.limit for row in rows) + self.tree.num_nodes
         cache = TreeCache(self.backbone.num_layers, capacity, len(rows))
         hidden, logits = prefill(self.backbone, [row.prompt for row in rows], cache)

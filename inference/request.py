@@ -310,3 +310,27 @@ def check_prompt(backbone: Backbone, prompt: Tensor, where: str) -> None:
             f"{where}the prompt has {len(prompt)} tokens, but the backbone's context holds {backbone.context_length}, "
             f"answer included; shorten the prompt to at most {backbone.context_length - 1}"
         )
+
+
+def check_rope_switch(backbone: Backbone, rows: Sequence[Row], depth: int) -> None:
+    """Refuse rows that would be cached with some of LongRoPE's frequencies and read with others.
+
+    A pass takes those of its furthest position, which may be a guess that is never accepted, or belong to another row.
+
+    Args:
+        backbone: whose frequencies.
+        rows: that share passes.
+        depth: how far a tree reaches past its root.
+
+    Raises:
+        ValueError: the text may grow past the switch, or some rows are past it and some are not.
+    """
+    switch = backbone.rope_switch
+    shortest = min(len(row.prompt) for row in rows)
+    furthest = max(len(row.prompt) + row.limit for row in rows) - 1 + depth
+    if switch is not None and shortest <= switch < furthest:
+        raise ValueError(
+            f"prompt, answer and tree may take {furthest} tokens, which crosses position {switch}, where this model's "
+            "LongRoPE changes the frequencies of all positions; lower max_new_tokens or decode prompts on either side "
+            "of it apart, or use plain `generate`"
+        )

@@ -14,7 +14,8 @@ from .cache import TreeCache
 from .layout import TreeLayout
 from .tree_attention import SUPPORTED_ATTENTION, tree_attention
 
-ALIBI_MODELS = ("bloom", "mpt")
+CACHE_ORDER = {"bloom": "ALiBi", "mpt": "ALiBi", "gpt_neo": "a local mask of its own"}
+"""What goes by the order in the cache, by model type. A trial on a short text would not always notice."""
 
 
 def prefill(backbone: Backbone, prompts: list[Tensor], cache: TreeCache) -> tuple[Tensor, Tensor]:
@@ -73,10 +74,11 @@ def check_tree_attention(backbone: Backbone) -> None:
             f"{', '.join(SUPPORTED_ATTENTION)}"
         )
     config = model.config.get_text_config(decoder=True)
-    if config.model_type in ALIBI_MODELS or getattr(config, "alibi", False):
+    what = "ALiBi" if getattr(config, "alibi", False) else CACHE_ORDER.get(config.model_type)
+    if what is not None:
         raise ValueError(
-            f"{name} uses ALiBi, whose positions follow the order in the cache and not the depth in the tree; "
-            "tree verification would change its output. Use plain `generate` for this one"
+            f"{name} uses {what}, which goes by the order in the cache and not by the depth in the tree; tree "
+            "verification would change its output. Use plain `generate` for this one"
         )
     device = backbone.lm_weight.device
     # Ordinary tokens: the first of a vocabulary are often special, and upset half precision.

@@ -27,7 +27,8 @@ class Backbone:
         """Take `model` apart.
 
         Raises:
-            ValueError: the model has recurrent layers, no LM head, or computes its logits in an unknown way.
+            ValueError: the model has recurrent layers, no LM head or no decoder apart from it, or computes its logits
+                in an unknown way.
         """
         refuse_recurrent(model)
         head = model.get_output_embeddings()
@@ -40,6 +41,11 @@ class Backbone:
         assert isinstance(embedding, nn.Module)
         self.model = model
         self.decoder: nn.Module = model.get_decoder()
+        if self.decoder is head:
+            raise ValueError(
+                f"{type(model).__name__} gives its LM head as its decoder, so its hidden states cannot be found; this "
+                "architecture is not supported. Use plain `generate` for this one"
+            )
         self.lm_head = head
         self.embedding = embedding
         # transformers renamed the decoder's argument (past_key_values -> cache) between 5.16 and 5.24.
@@ -87,6 +93,12 @@ class Backbone:
         """The longest sequence the backbone was built for, or None where its configuration does not say."""
         length = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(length) if length else None
+
+    @property
+    def rope_switch(self) -> int | None:
+        """The longest sequence before LongRoPE changes the frequencies of all positions, or None without LongRoPE."""
+        rope = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [..., D] -> the backbone's logits [..., V]."""
@@ -167,10 +179,11 @@ def refuse_recurrent(model: PreTrainedModel) -> None:
     Raises:
         ValueError: the model has recurrent, linear-attention or chunked layers, named in the message.
     """
-    layers = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-    strange = layers - ATTENTION_LAYERS
-    if strange or model._is_stateful:
-        what = ", ".join(sorted(strange)) or "recurrent state"
+    # Where layers have types, these decide: a hybrid class with attention layers alone keeps no state.
+    layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    strange = set(layers or (["recurrent state"] if model._is_stateful else [])) - ATTENTION_LAYERS
+    if strange:
+        what = ", ".join(sorted(strange))
         raise ValueError(
             f"{type(model).__name__} has layers that tree verification cannot roll back ({what}); Medusa needs a model "
             "whose layers are all full or sliding-window attention. Use plain `generate` for this one"

@@ -2,21 +2,9 @@
 
 import pytest
 import torch
-from tiny import COMMON, CONFIGS, GROUPED, SCALED, VOCAB, prompt_of, shared_model, tiny_medusa, tiny_model
+from tiny import CONFIGS, GROUPED, SCALED, VOCAB, prompt_of, shared_model, tiny_medusa, tiny_model
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    FalconConfig,
-    LlamaConfig,
-    LlamaModel,
-    MambaConfig,
-    MptConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3NextConfig,
-    RwkvConfig,
-)
+from transformers import LlamaConfig, LlamaModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from medusa import CandidateTree
@@ -24,11 +12,6 @@ from medusa.backbone import Backbone
 from medusa.heads import LogitTransform
 from medusa.inference import MedusaDecoder
 from medusa.inference.cache import TreeCache
-
-
-def build(config: PreTrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -103,51 +86,6 @@ def test_logits_of_another_kind_are_refused() -> None:
     model.register_forward_hook(reverse)
     with pytest.raises(ValueError, match="LlamaForCausalLM does not compute its logits"):
         Backbone(model)
-
-
-RECURRENT: dict[str, PreTrainedConfig] = {
-    "Mamba": MambaConfig(vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1),
-    "Rwkv": RwkvConfig(vocab_size=VOCAB, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2),
-    "Qwen3Next": Qwen3NextConfig(
-        **GROUPED,
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    # What transformers calls Mamba's layers depends on its version.
-    [("Mamba", "recurrent state|linear_attention"), ("Rwkv", "recurrent state"), ("Qwen3Next", "linear_attention")],
-)
-def test_recurrent_models_are_refused_by_name(name: str, why: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}ForCausalLM.*({why}).*plain `generate`"):
-        Backbone(build(RECURRENT[name]))
-
-
-ALIBI: dict[str, PreTrainedConfig] = {
-    "Bloom": BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4),
-    "Mpt": MptConfig(vocab_size=VOCAB, d_model=32, n_layers=1, n_heads=4, max_seq_len=64),
-    "Falcon": FalconConfig(**COMMON, alibi=True, new_decoder_architecture=False),
-}
-
-
-@pytest.mark.decoding
-@pytest.mark.parametrize("name", ALIBI)
-def test_alibi_models_are_refused_by_name(name: str) -> None:
-    """Their heads may be trained, but a tree would get the wrong positions."""
-    medusa = tiny_medusa(build(ALIBI[name]), num_heads=2)
-    with pytest.raises(ValueError, match=f"{name}ForCausalLM uses ALiBi"):
-        MedusaDecoder(medusa, CandidateTree.chain(2))
 
 
 @pytest.mark.decoding

@@ -65,12 +65,19 @@ SCALED: dict[str, PreTrainedConfig] = {
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+    """A `random_model` of one of the configurations above."""
+    return random_model({**CONFIGS, **SCALED}[name], dtype, seed)
+
+
+def random_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A random model, with weights large enough that its argmax changes from position to position."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(deepcopy({**CONFIGS, **SCALED}[name])).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(deepcopy(config)).to(dtype).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            if parameter.dim() == 2 or path.endswith("bias"):  # biases start at zero, where no test would miss them
+            if path.endswith("bias"):  # they start at zero, where no test would miss them; large ones drown the text
+                parameter.normal_(std=0.1)
+            elif parameter.dim() > 1:
                 parameter.normal_(std=0.3)
     assert model.generation_config is not None
     model.generation_config.eos_token_id = None
