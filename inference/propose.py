@@ -76,6 +76,8 @@ def propose_by_chance(
     """
     scores = warp(heads(hidden, root).transpose(0, 1).float())  # [B, K, Vd]
     log_q = scores.log_softmax(dim=-1)
+    # Acceptance must know how likely each draw was, so what underflows in q is never drawn.
+    log_q = log_q.masked_fill(log_q.exp() < torch.finfo(log_q.dtype).tiny, -torch.inf)
     uniform = torch.rand(log_q.shape, generator=generator, device=log_q.device)
     # The largest of log q + Gumbel noise is a draw from q, the next ones draws without replacement.
     perturbed = log_q - uniform.clamp(min=torch.finfo(uniform.dtype).tiny).log().neg().log()
