@@ -50,7 +50,7 @@ TREES = {
     "ragged": RAGGED,
     "one branch goes on": CandidateTree.from_paths([(0,), (1,), (1, 0), (1, 1)]),
     "wide": CandidateTree.from_paths([(0,), (1,), (2,), (0, 0)]),
-    "random": random_tree(3, nodes=5, depth=3, width=2),
+    "random": random_tree(3, nodes=4, depth=3, width=2),
 }
 
 
@@ -383,18 +383,21 @@ def test_wrong_walks_fail(tree: CandidateTree, proposal: Proposal, wrong: Walk) 
         check(Case(tree, proposal, processors, walk=wrong))
 
 
-@pytest.mark.parametrize("mistake", [{"replacement": True}, None])
-def test_wrong_rules_fail_in_the_walk(monkeypatch: pytest.MonkeyPatch, mistake: dict[str, bool] | None) -> None:
-    """x stays in q; what is left after a rejection is drawn from p."""
+def redrawn_from_p(p: Tensor, q: Tensor, children: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    token, child = accept.accept_sampled(p, q, children, draws)
+    return torch.where(child == NO_TOKEN, draws.categorical(p), token), child
 
-    def redrawn(p: Tensor, q: Tensor, children: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        token, child = accept.accept_sampled(p, q, children, draws)
-        return torch.where(child == NO_TOKEN, draws.categorical(p), token), child
 
-    wrong = redrawn if mistake is None else partial(accept.accept_sampled, **mistake)
+x_stays_in_q = partial(accept.accept_sampled, replacement=True)
+
+
+@pytest.mark.parametrize(("tree", "wrong"), [(LONE, redrawn_from_p), (RAGGED, x_stays_in_q)])
+def test_wrong_rules_fail_in_the_walk(
+    monkeypatch: pytest.MonkeyPatch, tree: CandidateTree, wrong: Callable[..., tuple[Tensor, Tensor]]
+) -> None:
     monkeypatch.setattr(walk, "accept_sampled", wrong)
     with pytest.raises(AssertionError, match="instead of"):
-        check(Case(RAGGED, "sampled", language=Language(1)))
+        check(Case(tree, "sampled", language=Language(1)))
 
 
 def test_processors_that_see_an_old_text_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +418,7 @@ def test_rows_of_a_batch_do_not_touch_each_other(tree: CandidateTree, proposal: 
     cases = [
         Case(tree, proposal, PROCESSORS["top-k"], new=2),
         Case(tree, proposal, PROCESSORS["no repeated bigram"], do_sample=False, language=Language(1)),
-        Case(tree, proposal, PROCESSORS["repetition penalty"], language=Language(2)),
+        Case(tree, proposal, PROCESSORS["min-p"], language=Language(2)),
     ]
     text, layout = (*PROMPT, 3), TreeLayout.of(tree, CPU)
 
