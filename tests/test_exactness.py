@@ -29,7 +29,7 @@ pytestmark = pytest.mark.decoding
 V, NEW, EOS, PAD = 10, 3, 7, 0
 PROMPTS = torch.tensor([[1, 2, 3], [4, 9, 1]])
 TREE = CandidateTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])
-FEW, MANY = 2_000, 50_000
+FEW, MANY = 2_000, 25_000
 """Samples of each prompt."""
 BATCH = 2_500
 WARPING = [(0.7, 0.9), (1.0, 0.8), (1.5, 0.95)]

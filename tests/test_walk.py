@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -33,7 +33,6 @@ from medusa.inference.warp import processed_scores
 pytestmark = pytest.mark.decoding
 
 V, K, EOS = 4, 3, 0
-CPU = torch.device("cpu")
 PROMPT = (1, 2)
 Text = tuple[int, ...]
 Walk = Callable[..., list[list[int]]]
@@ -48,10 +47,15 @@ TREES = {
     "root only": ROOT_ONLY,
     "chain": CHAIN,
     "ragged": RAGGED,
-    "one branch goes on": CandidateTree.from_paths([(0,), (1,), (1, 0), (1, 1)]),
+    "one branch goes on": CandidateTree.from_paths([(0,), (1,), (1, 0)]),
     "wide": CandidateTree.from_paths([(0,), (1,), (2,), (0, 0)]),
     "random": random_tree(3, nodes=4, depth=3, width=2),
 }
+
+
+@cache
+def layout_of(tree: CandidateTree) -> TreeLayout:
+    return TreeLayout.of(tree, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +140,7 @@ class Case:
     def step(self, row: Row, draws: Draws) -> list[int]:
         """Propose, verify, accept; the first token is chosen without a tree. Returns the accepted path."""
         text = text_of(row)
-        layout = TreeLayout.of(ROOT_ONLY if len(text) == len(PROMPT) else self.tree, CPU)
+        layout = layout_of(ROOT_ONLY if len(text) == len(PROMPT) else self.tree)
         candidates = self.language.candidates(text, layout, self.proposal, draws)
         tokens = candidates.tokens[0].tolist()
         logits = self.language.tree_logits(text, tokens, layout)
@@ -233,7 +237,7 @@ def test_a_fixed_tree_is_accepted_as_far_as_the_backbone_says_it() -> None:
     text = (*PROMPT, 3)
     for seed in range(3):
         case = Case(random_tree(seed, nodes=8, depth=3, width=3), new=9, language=Language(seed))
-        layout = TreeLayout.of(case.tree, CPU)
+        layout = layout_of(case.tree)
         tokens = case.language.candidates(text, layout, "top_k", CertainDraws()).tokens[0].tolist()
         expected = 0.0
         for node in range(1, layout.num_nodes):
@@ -325,7 +329,7 @@ def test_at_temperature_zero_the_text_is_the_greedy_one(proposal: Proposal) -> N
 def test_greedy_steps_go_as_deep_as_the_tree_is_right(seed: int) -> None:
     """Against a walk that steps to the child with the backbone's choice as long as there is one."""
     case = Case(random_tree(seed, nodes=20, depth=K, width=3), new=9, do_sample=False, language=Language(seed))
-    layout = TreeLayout.of(case.tree, CPU)
+    layout = layout_of(case.tree)
     for text in itertools.product(range(1, V), repeat=3):
         tokens = case.language.candidates(text, layout, "top_k", CertainDraws()).tokens[0].tolist()
         row = case.row(text)
@@ -420,7 +424,7 @@ def test_rows_of_a_batch_do_not_touch_each_other(tree: CandidateTree, proposal: 
         Case(tree, proposal, PROCESSORS["no repeated bigram"], do_sample=False, language=Language(1)),
         Case(tree, proposal, PROCESSORS["min-p"], language=Language(2)),
     ]
-    text, layout = (*PROMPT, 3), TreeLayout.of(tree, CPU)
+    text, layout = (*PROMPT, 3), layout_of(tree)
 
     def together(draws: Draws) -> tuple[Text, ...]:
         rows = [case.row(text) for case in cases]
@@ -461,7 +465,7 @@ def test_rows_of_a_batch_do_not_touch_each_other(tree: CandidateTree, proposal: 
 )
 def test_nothing_is_written_behind_the_end(limit: int, written: Text, reason: str, path: list[int]) -> None:
     """The tree is right down to its last node, but the end token is on the way, or the limit."""
-    layout = TreeLayout.of(CandidateTree.chain(4), CPU)
+    layout = layout_of(CandidateTree.chain(4))
     candidates = Candidates(torch.tensor([[2, 3, 2, EOS, 1]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[3, 2, EOS, 1, 1]]), V) * 5.0
     for do_sample in (False, True):
@@ -520,7 +524,7 @@ def test_typical_takes_the_longest_typical_path_and_the_likeliest_of_equals(
     for seed in range(4):
         tree = random_tree(seed, nodes=9, depth=K, width=3)
         case = Case(tree, new=9, processors=processors, language=Language(seed), walk=typical_walk(typical))
-        layout = TreeLayout.of(tree, CPU)
+        layout = layout_of(tree)
         for text in ((*PROMPT, 3), (*PROMPT, 1)):
             tokens = case.language.candidates(text, layout, "top_k", CertainDraws()).tokens[0].tolist()
             paths = slow_typical(case, text, tokens, layout, typical)
