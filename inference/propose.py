@@ -76,9 +76,11 @@ def propose_by_chance(
     """
     scores = warp(heads(hidden, root).transpose(0, 1).float())  # [B, K, Vd]
     log_q = scores.log_softmax(dim=-1)
-    uniform = torch.rand(log_q.shape, generator=generator, device=log_q.device)
-    # The largest of log q + Gumbel noise is a draw from q, the next ones draws without replacement.
-    perturbed = log_q - uniform.clamp(min=torch.finfo(uniform.dtype).tiny).log().neg().log()
+    # Acceptance must know how likely each draw was, so what underflows in q is never drawn.
+    log_q = log_q.masked_fill(log_q.exp() < torch.finfo(log_q.dtype).tiny, -torch.inf)
+    # The largest of log q + Gumbel noise is a draw from q, the next ones draws without replacement. Exponential noise
+    # is finer near 0 than uniform noise near 1, whose 24 bits would draw tokens with q < 1e-6 too rarely.
+    perturbed = log_q - torch.empty_like(log_q).exponential_(generator=generator).log()
     tokens = torch.full((len(root), layout.num_nodes), NO_TOKEN, device=root.device)
     tokens[:, 0] = root
     depths = layout.depths[0].tolist()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make the environment and run the whole test suite; the decoding tests again on the oldest supported transformers.
-# Usage: bash scripts/test.sh [pytest arguments]
+# Usage: bash scripts/test.sh [pytest arguments]; -m long runs what takes minutes and is left out otherwise
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
@@ -14,4 +14,4 @@ oldest=.venv/oldest-transformers
 if [ ! -d "$oldest/transformers" ]; then
   .venv/bin/pip install --quiet --no-deps --target "$oldest" transformers==5.16.1 huggingface-hub==1.33.0
 fi
-PYTHONPATH=$oldest .venv/bin/python -m pytest -m decoding "$@"
+PYTHONPATH=$oldest .venv/bin/python -m pytest -m "decoding and not long" "$@"
