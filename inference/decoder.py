@@ -295,8 +295,7 @@ class MedusaDecoder:
         candidates = self.propose(state)
         hidden, logits = self.verify(candidates.tokens, state.cache)
         paths = self.accept(state, candidates, logits, self.layout)
-        state.cache.keep(paths)
-        self._carry_on(state, hidden[torch.arange(len(paths)), [path[-1] for path in paths]])
+        self.commit(state, hidden, paths)
 
     def verify(self, tokens: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """Run the backbone over the tree: tokens [B, N] -> hidden states [B, N, D], logits [B, N, V]."""
@@ -324,6 +323,11 @@ class MedusaDecoder:
         if self.typical is not None:
             return walk_typical(state.rows, candidates, logits, layout, self.typical, state.draws)
         return walk_exact(state.rows, candidates, logits, layout, self.proposal, state.draws)
+
+    def commit(self, state: DecodingState, hidden: Tensor, paths: list[Path]) -> None:
+        """Keep the accepted nodes of each row; hidden [B, N, D] is what their passes gave."""
+        state.cache.keep(paths)
+        self._carry_on(state, hidden[torch.arange(len(paths)), [path[-1] for path in paths]])
 
     def _carry_on(self, state: DecodingState, hidden: Tensor) -> DecodingState:
         """Drop the rows that have ended; hidden [B, D] is what the next roots were chosen from."""

@@ -48,6 +48,12 @@ class Row:
         self.start = self.length
         """Length of the prompt in `ids`."""
 
+    @classmethod
+    def greedy(cls, prompt: Tensor, limit: int) -> "Row":
+        """A prompt [T] to continue greedily, with nothing asked for but a limit."""
+        room = torch.cat([prompt, prompt.new_zeros(limit)])
+        return cls(room, len(prompt), prompt, limit, LogitsProcessorList(), StoppingCriteriaList(), do_sample=False)
+
     @property
     def context(self) -> Tensor:
         """The text so far as processors and criteria see it, [1, length]."""

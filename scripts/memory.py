@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from medusa import MedusaModel
 from medusa.inference import MedusaDecoder
+from medusa.inference.request import Row
 
 MIB = 2**20
 
@@ -43,7 +44,7 @@ def main() -> None:
         plain_cache = DynamicCache(config=model.model.config)
         model.backbone.extend(prompt[None], plain_cache)
         plain = tensors_bytes([t for layer in plain_cache.layers for t in (layer.keys, layer.values)])
-        state = decoder.prefill(prompt, 1)
+        state = decoder.prefill([Row.greedy(prompt, 2)])
         decoder.step(state)
         ours = tensors_bytes(
             [t for layer in state.cache.tree_layers for t in (layer.keys, layer.values) if t is not None]
@@ -55,7 +56,7 @@ def main() -> None:
                 "plain_cache": plain,
                 "tree_cache": ours,
                 "extra_positions": (ours - plain) // position,
-                "allowed_positions": arguments.nodes + 1,
+                "allowed_positions": arguments.nodes + 2,
                 "heads": everything - backbone,
             }
         )
@@ -65,7 +66,7 @@ def main() -> None:
             str(r["length"]),
             f"{r['plain_cache'] / MIB:.1f}",
             f"{r['tree_cache'] / MIB:.1f}",
-            f"{r['extra_positions']} (tree {arguments.nodes} + answer 1)",
+            f"{r['extra_positions']} (tree {arguments.nodes} + answer 2)",
             f"{r['heads'] / MIB:.1f}",
             f"{backbone / MIB:.1f}",
         )

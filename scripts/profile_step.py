@@ -1,6 +1,6 @@
 """Where the time of a decoding step goes: heads, backbone, and everything else.
 
-Usage: python scripts/profile_step.py CHECKPOINT [--nodes N] [--dtype D] [--pack-weights] [--steps N]
+Usage: python scripts/profile_step.py CHECKPOINT [--nodes N] [--dtype D] [--pack-weights] [--steps N] [--context N]
 Prints a table and one line of JSON.
 """
 
@@ -16,9 +16,7 @@ from rich.table import Table
 
 from medusa import MedusaModel
 from medusa.inference import MedusaDecoder
-from medusa.inference.accept import accept_greedy
-from medusa.inference.propose import propose
-from medusa.inference.verify import verify
+from medusa.inference.request import Row
 
 PARTS = ("heads and proposal", "backbone pass", "acceptance", "commit and bookkeeping")
 
@@ -32,6 +30,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--pack-weights", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--context", type=int, default=200)
     arguments = parser.parse_args()
     model = MedusaModel.from_pretrained(arguments.checkpoint, dtype=arguments.dtype)
     if model.searched_tree is None:
@@ -39,21 +38,19 @@ def main() -> None:
     tree = model.searched_tree.best(arguments.nodes)
     decoder = MedusaDecoder(model, tree=tree, pack_weights=arguments.pack_weights)
     generator = torch.Generator().manual_seed(0)
-    state = decoder.prefill(torch.randint(model.backbone.vocab_size, (200,), generator=generator), 5 * arguments.steps)
+    prompt = torch.randint(model.backbone.vocab_size, (arguments.context,), generator=generator)
+    state = decoder.prefill([Row.greedy(prompt, 5 * arguments.steps)])
 
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(arguments.steps):
         marks = [time.perf_counter()]
-        start = state.cache.length
-        tokens = propose(model.heads, state.hidden, state.root, decoder.layout)
+        candidates = decoder.propose(state)
         marks.append(time.perf_counter())
-        hidden, logits = verify(decoder.backbone, tokens, decoder.layout, state.cache)
+        hidden, logits = decoder.verify(candidates.tokens, state.cache)
         marks.append(time.perf_counter())
-        path, bonus = accept_greedy(tokens, logits, decoder.layout)
+        paths = decoder.accept(state, candidates, logits, decoder.layout)
         marks.append(time.perf_counter())
-        state.cache.keep(start, path)
-        state.hidden, state.root = hidden[path[-1]], bonus
-        _ = [*tokens[path[1:]].tolist(), int(bonus)]
+        decoder.commit(state, hidden, paths)
         marks.append(time.perf_counter())
         for part, begin, end in zip(PARTS, marks, marks[1:], strict=False):
             times[part].append(end - begin)
@@ -61,10 +58,9 @@ def main() -> None:
     milliseconds = {part: 1000 * median(values[arguments.steps // 4 :]) for part, values in times.items()}
     # Gathering the heads' guesses is bookkeeping too: measure the heads' own pass apart and count the rest.
     alone = []
-    guess_from = state.hidden[None].to(next(model.heads.parameters()).dtype)
     for _ in range(arguments.steps):
         begin = time.perf_counter()
-        model.heads(guess_from, state.root[None])
+        model.heads(state.hidden, state.root)
         alone.append(time.perf_counter() - begin)
     heads = 1000 * median(alone[arguments.steps // 4 :])
     total = sum(milliseconds.values())
