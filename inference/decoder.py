@@ -162,7 +162,7 @@ class MedusaDecoder:
             ValueError: an argument is out of its range or not supported, or a prompt does not fit the backbone.
         """
         requests = self._prepare(input_ids, max_new_tokens, attention_mask, generation_config, options)
-        rows = [row for request in requests for row in request.rows(self.backbone)]
+        rows = [row for request in requests for row in request.rows(self.backbone, self.model.known_tokens)]
         prompts = input_ids.to(self.device).repeat_interleave(len(rows) // len(input_ids), dim=0)
         if streamer is None:
             stats = self._write(rows, dice(generator, seed, self.device))
@@ -191,7 +191,7 @@ class MedusaDecoder:
         `stats` is filled on the way. Closing the iterator early frees the cache.
         """
         requests = self._prepare(input_ids, max_new_tokens, attention_mask, generation_config, options)
-        rows = [row for request in requests for row in request.rows(self.backbone)]
+        rows = [row for request in requests for row in request.rows(self.backbone, self.model.known_tokens)]
         check_one_row(rows, "stream()")
         filled = DecodingStats() if stats is None else stats
         return self._blocks(rows[0], filled, dice(generator, seed, self.device))
@@ -223,7 +223,7 @@ class MedusaDecoder:
         if model is not self.model.model:
             raise ValueError("these heads belong to another model; call generate of the backbone that carries them")
         request = Request.of(input_ids, logits_processor, stopping_criteria, generation_config, model_inputs)
-        rows = request.rows(self.backbone)
+        rows = request.rows(self.backbone, self.model.known_tokens)
         stats = self._write(rows, dice(generator, None, self.device))
         result = gather(input_ids, rows, stats, generation_config)
         if not generation_config.return_dict_in_generate:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, SuppressTokensLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 
 from medusa.backbone import Backbone
@@ -104,25 +104,30 @@ class Request:
         mask = model_inputs.get("attention_mask")
         return cls(input_ids, torch.ones_like(input_ids) if mask is None else mask, processors, criteria, config)
 
-    def rows(self, backbone: Backbone) -> list[Row]:
+    def rows(self, backbone: Backbone, known_tokens: int) -> list[Row]:
         """One row for each text. Processors see the prompt as it stands in `input_ids`, padding included.
+
+        Ids from `known_tokens` on are never emitted.
 
         Raises:
             ValueError: a prompt is empty, too long for the backbone or holds unknown ids.
         """
         check_mode(self.config)
         limit = self.config.max_length - self.input_ids.shape[1]
+        context = backbone.context_length
+        unknown = list(range(known_tokens, backbone.vocab_size))
+        own = [SuppressTokensLogitsProcessor(unknown, self.input_ids.device.type)] if unknown else []
         rows = []
         for i, (ids, mask) in enumerate(zip(self.input_ids, self.attention_mask, strict=True)):
             prompt = ids[mask.bool()]
             check_prompt(backbone, prompt, f"row {i}: " if len(self.input_ids) > 1 else "")
-            room = limit if backbone.context_length is None else min(limit, backbone.context_length - len(prompt))
+            room = limit if context is None else min(limit, context - len(prompt))
             row = Row(
                 ids=torch.cat([ids, ids.new_zeros(room)]),
                 length=len(ids),
                 prompt=prompt,
                 limit=room,
-                processors=LogitsProcessorList(_for_row(processor, i) for processor in self.processors),
+                processors=LogitsProcessorList([*own, *(_for_row(processor, i) for processor in self.processors)]),
                 criteria=StoppingCriteriaList(c for c in self.criteria if not isinstance(c, MaxLengthCriteria)),
                 do_sample=bool(self.config.do_sample),
                 keep_scores=bool(self.config.return_dict_in_generate and self.config.output_scores),
@@ -223,7 +228,10 @@ def _alone(
     ids = whole.input_ids[i][whole.attention_mask[i].bool()]
     padding = whole.input_ids.shape[1] - len(ids)
     if len(ids) == 0:
-        raise ValueError(f"row {i}: attention_mask is all zeros, so its prompt is empty; give at least one token")
+        raise ValueError(
+            f"row {i} holds nothing but the pad token, which counts as padding where no attention_mask is given; pass "
+            "attention_mask, or give at least one other token"
+        )
     config = copy.deepcopy(whole.config)
     extra: dict[str, Any] = {"max_new_tokens": config.max_length - whole.input_ids.shape[1], "num_return_sequences": 1}
     config.max_length = None
@@ -311,10 +319,11 @@ def check_prompt(backbone: Backbone, prompt: Tensor, where: str) -> None:
         ValueError: it is empty, fills the context, or holds ids that the backbone lacks.
     """
     backbone.check_ids(prompt)
-    if backbone.context_length is not None and len(prompt) >= backbone.context_length:
+    context = backbone.context_length
+    if context is not None and len(prompt) >= context:
         raise ValueError(
-            f"{where}the prompt has {len(prompt)} tokens, but the backbone's context holds {backbone.context_length}, "
-            f"answer included; shorten the prompt to at most {backbone.context_length - 1}"
+            f"{where}the prompt has {len(prompt)} tokens, but the backbone's context holds {context}, answer included; "
+            f"shorten the prompt to at most {context - 1}"
         )
 
 

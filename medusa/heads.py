@@ -79,6 +79,7 @@ class MedusaHeads(nn.ModuleList):
     shared_weight: Tensor | None
     shared_bias: Tensor | None
     root_table: Tensor | None
+    unknown: Tensor | None
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class MedusaHeads(nn.ModuleList):
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self.register_buffer("shared_weight", None if own else weight, persistent=False)
         self.register_buffer("shared_bias", None if own else bias, persistent=False)
+        self.register_buffer("unknown", None, persistent=False)
         self.register_buffer("root_table", embedding.detach() if config.root_conditioned else None, persistent=False)
         self.to(device=lm_weight.device, dtype=lm_weight.dtype)
         if own:
@@ -133,6 +135,12 @@ class MedusaHeads(nn.ModuleList):
     def draft_size(self) -> int:
         """Vd: how many tokens a head chooses from."""
         return len(self.projection(0)[0])
+
+    def limit_tokens(self, known_tokens: int) -> None:
+        """Never guess ids from `known_tokens` on: they are padding of the vocabulary."""
+        ids = self.to_vocab(torch.arange(self.draft_size, device=self.projection(0)[0].device))
+        unknown = (ids >= known_tokens).nonzero()[:, 0]
+        self.unknown = unknown if len(unknown) else None
 
     def head(self, k: int) -> MedusaHead:
         """Head k."""
@@ -161,8 +169,11 @@ class MedusaHeads(nn.ModuleList):
         """Logits of every head over the draft vocabulary: hidden [P, D] and root ids [P] -> [K, P, Vd]."""
         features = self.features(hidden, root)
         if self.shared_weight is not None:
-            return self.transform(self.project(features, 0))
-        return self.transform(torch.stack([self.project(features[k], k) for k in range(len(self))]))
+            logits = self.project(features, 0)
+        else:
+            logits = torch.stack([self.project(features[k], k) for k in range(len(self))])
+        logits = self.transform(logits)
+        return logits if self.unknown is None else logits.index_fill(-1, self.unknown, -torch.inf)
 
     def project(self, features: Tensor, k: int) -> Tensor:
         """Head k's vocabulary projection, before the transform: [..., D] -> [..., Vd].

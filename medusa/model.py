@@ -33,6 +33,9 @@ class Tokenizer(Protocol):
 
     chat_template: str | None
 
+    def get_vocab(self) -> dict[str, int]:
+        """Every token and its id."""
+
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the tokenizer's files."""
 
@@ -47,11 +50,27 @@ class MedusaModel(nn.Module):
         self.backbone = backbone
         self.searched_tree = searched_tree
         """The tree found for these heads, if one was."""
+        self.known_tokens = backbone.vocab_size
+        """Ids from here on are padding of the vocabulary: never guessed, never emitted. See `limit_tokens`."""
 
     @property
     def config(self) -> MedusaConfig:
         """The heads' architecture."""
         return self.heads.config
+
+    def limit_tokens(self, known_tokens: int) -> None:
+        """Say that the tokenizer has no ids from `known_tokens` on, where the LM head was padded to a round size.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        if not 1 <= known_tokens <= self.backbone.vocab_size:
+            raise ValueError(
+                f"the tokenizer has ids up to {known_tokens - 1}, but the backbone's LM head has "
+                f"{self.backbone.vocab_size} rows; use the tokenizer of this backbone"
+            )
+        self.known_tokens = known_tokens
+        self.heads.limit_tokens(known_tokens)
 
     @classmethod
     def attach(cls, backbone: PreTrainedModel, config: MedusaConfig) -> "MedusaModel":
@@ -98,6 +117,7 @@ class MedusaModel(nn.Module):
         model = cls.attach_parts(parts, config)
         check_tensors(directory / HEADS_FILE, tensors, model.heads.state_dict())
         model.heads.load_state_dict(tensors)
+        model.limit_tokens(entries.get("tokenizer_size", parts.vocab_size))
         if (directory / TREE_FILE).exists():
             model.searched_tree = SearchedTree.load(directory)
         return model
@@ -131,6 +151,10 @@ class MedusaModel(nn.Module):
         }
         if tokenizer is not None and tokenizer.chat_template:
             facts["chat_template_sha256"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+        if tokenizer is not None:
+            facts["tokenizer_size"] = max(tokenizer.get_vocab().values()) + 1
+        elif self.known_tokens < self.backbone.vocab_size:
+            facts["tokenizer_size"] = self.known_tokens
         with atomic_directory(Path(path)) as work:
             write_heads(work, self.heads.state_dict(), self.config, facts)
             if tokenizer is not None:

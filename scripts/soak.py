@@ -43,7 +43,7 @@ def main() -> None:
             readings.append(resident())
             print(f"{count} generations: {readings[-1]:.1f} MiB", flush=True)
         decoder = choose.choice(decoders)
-        ids = torch.randint(256, (choose.randint(1, 4), choose.randint(1, 40)))
+        ids = torch.randint(1, 256, (choose.randint(1, 4), choose.randint(1, 40)))
         sample = {"do_sample": choose.random() < 0.5, "pad_token_id": 0}
         if len(ids) == 1 and choose.random() < 0.3:
             next(decoder.stream(ids, max_new_tokens=8, **sample))

@@ -180,6 +180,12 @@ def test_several_answers_to_each_prompt() -> None:
     assert again.sequences.tolist() == result.sequences.tolist()
 
 
+def test_a_row_of_padding_is_refused_also_without_a_mask() -> None:
+    decoder = MedusaDecoder(tiny_medusa(shared_model("llama"), num_heads=K), TREE)
+    with pytest.raises(ValueError, match="row 1 holds nothing but the pad token"):
+        decoder.generate(torch.tensor([[5, 6], [0, 0]]), 4, pad_token_id=0)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

@@ -118,6 +118,9 @@ def test_tree_tokenizer_and_provenance_travel_along(backbone: PreTrainedModel, t
     class FakeTokenizer:
         chat_template: str | None = "{{ messages }}"
 
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0, "z": 90}
+
         def save_pretrained(self, save_directory: str) -> None:
             (Path(save_directory) / "tokenizer.json").write_text("{}")
 
@@ -127,6 +130,7 @@ def test_tree_tokenizer_and_provenance_travel_along(backbone: PreTrainedModel, t
     assert MedusaModel.from_pretrained(tmp_path / "heads", backbone=backbone).searched_tree == medusa.searched_tree
     assert json.loads((tmp_path / "heads" / PROVENANCE_FILE).read_text()) == {"seed": 7}
     assert (tmp_path / "heads" / "tokenizer.json").is_file()
+    assert MedusaModel.from_pretrained(tmp_path / "heads", backbone=backbone).known_tokens == 91
 
 
 def test_damaged_tree_is_an_error_and_a_missing_one_is_not(backbone: PreTrainedModel, saved: Path) -> None:
@@ -241,6 +245,9 @@ def test_failed_save_leaves_the_old_checkpoint(
 def test_tokenizer_that_fails_leaves_the_old_checkpoint(backbone: PreTrainedModel, saved: Path) -> None:
     class Broken:
         chat_template: str | None = None
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
 
         def save_pretrained(self, save_directory: str) -> None:
             raise RuntimeError("no vocabulary")

@@ -172,3 +172,16 @@ def test_logit_transform() -> None:
     torch.testing.assert_close(LogitTransform(scale=0.25)(x), x / 4)
     torch.testing.assert_close(LogitTransform(softcap=5.0)(x), 5 * torch.tanh(x / 5))
     torch.testing.assert_close(LogitTransform(scale=2.0, softcap=5.0)(x), 5 * torch.tanh(2 * x / 5))
+
+
+@pytest.mark.parametrize("draft_vocab", [None, range(50, VOCAB)], ids=["full", "draft"])
+@pytest.mark.parametrize("projection", ["own", "shared"])
+def test_padding_of_the_vocabulary_is_never_guessed(projection: str, draft_vocab: range | None) -> None:
+    medusa = tiny_medusa(shared_model("llama"), num_heads=2, projection=projection, draft_vocab=draft_vocab)
+    medusa.limit_tokens(80)
+    logits = medusa.heads(torch.randn(5, 32, dtype=torch.float64), torch.arange(5))
+    known = medusa.heads.to_vocab(torch.arange(medusa.heads.draft_size)) < 80
+    assert logits[..., known].isfinite().all()
+    assert (logits[..., ~known] == -torch.inf).all()
+    with pytest.raises(ValueError, match=f"ids up to 99, but the backbone's LM head has {VOCAB} rows"):
+        medusa.limit_tokens(100)

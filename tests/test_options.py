@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from chatml import byte_tokenizer, save_tiny_chat_model
-from tiny import guide, hf_greedy, prompt_of, shared_model, tiny_medusa
+from tiny import VOCAB, guide, hf_greedy, prompt_of, shared_model, tiny_medusa
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -94,6 +94,19 @@ def test_greedy_with_the_option_equals_generate(option: str) -> None:
         )
         assert custom.tolist() == expected.tolist()
     assert expected.tolist() != plain[:, :-K].tolist(), "the option is meant to change the text"
+
+
+@pytest.mark.parametrize("proposal", ["top_k", "sampled", "mixed"])
+def test_padding_of_the_vocabulary_is_never_emitted(proposal: Any) -> None:
+    model = shared_model("llama")
+    prompt = prompt_of(6, seed=2).clamp(max=29)
+    medusa = tiny_medusa(model, num_heads=K)
+    medusa.limit_tokens(30)
+    decoder = MedusaDecoder(medusa, TREE, proposal=proposal)
+    expected = hf_greedy(model, prompt, NEW, suppress_tokens=list(range(30, VOCAB)))
+    assert decoder.generate(prompt, NEW).sequences.tolist() == expected.tolist()
+    sampled = decoder.generate(prompt, NEW, do_sample=True, temperature=5.0, top_k=0, seed=0).sequences
+    assert sampled.max() < 30
 
 
 def test_options_in_a_generation_config(monkeypatch: pytest.MonkeyPatch) -> None:
