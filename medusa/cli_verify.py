@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from .cli_common import Checkpoint, Dtype, Json, MaxNewTokens, PackWeights, load, make_decoder, note, show
 
@@ -32,6 +33,7 @@ def verify(
 
     from medusa.inference.benchmark import compare
     from medusa.inference.equivalence import explain
+    from medusa.inference.request import check_prompt
     from medusa.inference.sample_prompts import SAMPLE_PROMPTS
     from medusa.progress import progress_bar
     from medusa.train.distill import read_prompts
@@ -49,6 +51,8 @@ def verify(
     decoder = make_decoder(model, pack_weights, nodes)
     speaker = Speaker(decoder, tokenizer, max_new_tokens, {})
     ids = [speaker.ids(messages) for _, messages in chats]
+    for (name, _), prompt in zip(chats, ids, strict=True):
+        check_prompt(decoder.backbone, prompt[0], f"prompt {name}: ")
     with progress_bar("decoding both ways", len(ids)) as advance:
         runs = compare(decoder, ids, max_new_tokens, advance)
     found_out = zip(chats, runs.comparisons, strict=True)
@@ -68,7 +72,7 @@ def verify(
             {"id": name, "explained": difference.explained, **asdict(difference)} for name, difference in differences
         ],
     }
-    rows = [[name, *_row(difference, tokenizer)] for name, difference in differences]
+    rows = [_row(name, difference, tokenizer) for name, difference in differences]
     columns = ["prompt", "token", "generate", "decoder", "rank", "margin", "rounding", "explained by rounding"]
     if as_json or rows:
         show(as_json, figures, columns, rows, "where answers part")
@@ -82,11 +86,11 @@ def verify(
         raise typer.Exit(1)
 
 
-def _row(difference: "Divergence", tokenizer: Any) -> list[str]:
+def _row(name: str, difference: "Divergence", tokenizer: Any) -> list[str]:
     """One line of the table; texts as Python writes them, so that spaces and line ends can be seen."""
     tokens = (difference.plain_token, difference.medusa_token)
     texts = ["(ended)" if token is None else repr(tokenizer.decode([token])) for token in tokens]
     choice = difference.choice
     measured = ["", "", ""] if choice is None else [str(choice.rank), f"{choice.margin:.3g}", f"{choice.rounding:.3g}"]
     verdict = "yes" if difference.explained else f"no, from token {difference.unexplained} on"
-    return [str(difference.place), *texts, *measured, verdict]
+    return [escape(cell) for cell in (name, str(difference.place), *texts, *measured, verdict)]
