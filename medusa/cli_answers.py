@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
@@ -126,11 +126,11 @@ def text_of(said: list[Piece]) -> str:
     return "".join(piece.text for piece in said)
 
 
-def summary(stats: DecodingStats) -> str:
-    """One line on an answer."""
+def summary(stats: DecodingStats, stopped: bool = False) -> str:
+    """One line on an answer; `stopped` says that the user stopped it."""
+    end = ", stopped" if stopped else ", cut at the limit" if stats.finish_reason == "length" else ""
     return (
-        f"{stats.new_tokens} tokens, {stats.tokens_per_step:.2f} per step, {stats.tokens_per_second:.1f} a second"
-        + (", cut at the limit" if stats.finish_reason == "length" else "")
+        f"{stats.new_tokens} tokens, {stats.tokens_per_step:.2f} per step, {stats.tokens_per_second:.1f} a second{end}"
     )
 
 
@@ -220,18 +220,18 @@ def converse(speaker: Speaker, mark: bool) -> None:
         question = {"role": "user", "content": line}
         stats = DecodingStats()
         said: list[Piece] = []
-        stopped: Literal["", "stopped; "] = ""
+        stopped = False
         try:
             say(console, speaker.stream([*history, question], stats), mark, said)
         except KeyboardInterrupt:
-            stopped = "stopped; "
+            stopped = True
             console.print()
         except ValueError as error:  # the chat has outgrown the context, or the template refuses it: both can be mended
             note(f"error: {error}\n/reset starts a new chat")
             continue
         if said:  # a question without any answer would stand before another question, which templates refuse
             history += [question, {"role": "assistant", "content": text_of(said)}]
-        note(stopped + summary(stats))
+        note(summary(stats, stopped))
 
 
 def _ask(console: Console) -> str | None:
