@@ -77,15 +77,17 @@ def compare(
 
     The first prompt is decoded once before, to warm up.
     """
-    model = decoder.model.model
+    model, context = decoder.model.model, decoder.backbone.context_length
     plain_generate(model, prompts[0], 8)
-    decoder.generate(prompts[0], max_new_tokens=8)
+    decoder.generate(prompts[0], max_new_tokens=8, do_sample=False)
     summary = Summary()
     for prompt in prompts:
+        # `generate` writes on past the end of the context, the decoder does not.
+        room = max_new_tokens if context is None else min(max_new_tokens, context - prompt.shape[1])
         started = time.perf_counter()
-        plain = plain_generate(model, prompt, max_new_tokens)
+        plain = plain_generate(model, prompt, room)
         between = time.perf_counter()
-        result = decoder.generate(prompt, max_new_tokens=max_new_tokens)
+        result = decoder.generate(prompt, max_new_tokens=room, do_sample=False)
         ended = time.perf_counter()
         new = result.sequences[0, prompt.shape[1] :].tolist()
         summary.comparisons.append(
@@ -98,6 +100,7 @@ def compare(
 def plain_generate(model: PreTrainedModel, prompt: Tensor, max_new_tokens: int) -> list[int]:
     """New tokens of `generate` as people run it: greedy, eager, dynamic cache."""
     assert isinstance(model, GenerationMixin)
+    prompt = prompt.to(model.device)
     output = model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
@@ -106,15 +109,3 @@ def plain_generate(model: PreTrainedModel, prompt: Tensor, max_new_tokens: int) 
     )
     assert isinstance(output, Tensor)
     return [int(token) for token in output[0, prompt.shape[1] :]]
-
-
-@torch.inference_mode()
-def top2_margin(model: PreTrainedModel, tokens: Tensor) -> float:
-    """How far apart the two likeliest next tokens are after `tokens` [1, T], in units of the model's rounding.
-
-    Where half-precision decodings part, a margin of a few units says that rounding decided, not the method.
-    """
-    logits = model(input_ids=tokens, use_cache=False).logits[0, -1]
-    first, second = logits.float().topk(2).values.tolist()
-    unit = abs(first) * torch.finfo(logits.dtype).eps
-    return (first - second) / unit if unit else float("inf")

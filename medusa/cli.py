@@ -3,12 +3,15 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
+
+from .cli_common import Checkpoint, Dtype, Json, fail, load, show
+from .cli_decoding import chat, generate
+from .cli_verify import verify
 
 app = typer.Typer(
     help="Train Medusa heads on your model, measure them, and decode with them.",
@@ -17,9 +20,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Checkpoint = Annotated[str, typer.Argument(help="Directory or hub id of a Medusa checkpoint.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of a table.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Data = Annotated[Path, typer.Option(help="JSONL file of held-out chats.")]
 MaxLength = Annotated[int, typer.Option(help="Cut chats after so many tokens.")]
 Recorded = Annotated[bool, typer.Option(help="Use the hidden states that `distill --record` left beside the data.")]
@@ -44,23 +44,6 @@ def run_or_explain(command: typer.Typer) -> None:
         fail(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-def fail(message: str) -> NoReturn:
-    """Print a message to stderr and exit with status 1."""
-    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "red"), message), highlight=False)
-    raise SystemExit(1)
-
-
-def show(as_json: bool, figures: dict[str, Any], columns: list[str], rows: list[list[str]], title: str) -> None:
-    """Print figures as JSON or as a table."""
-    if as_json:
-        print(json.dumps(figures))
-        return
-    table = Table(*columns, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
 
 
 @app.command()
@@ -122,7 +105,7 @@ def evaluate(
 
     from medusa.train.evaluate import accuracy, rank_file
 
-    model, tokenizer = _load(checkpoint, dtype)
+    model, tokenizer = load(checkpoint, dtype)
     found = accuracy(*rank_file(model, tokenizer, str(data), max_length, recorded))
     show(as_json, asdict(found), ["head", "top-1", "top-5", "top-10", "positions"], found.table(), f"heads on {data}")
 
@@ -146,7 +129,7 @@ def tree(
         raise ValueError(
             f"there is no directory {checkpoint}; the tree is saved there, so download the checkpoint first"
         )
-    model, tokenizer = _load(checkpoint, dtype)
+    model, tokenizer = load(checkpoint, dtype)
     ranks, targets = rank_file(model, tokenizer, str(data), max_length, recorded)
     searched = search_tree_for_decoding(ranks, targets[:, 0] == IGNORE, nodes)
     searched.save(Path(checkpoint))
@@ -158,54 +141,6 @@ def tree(
     }
     rows = [[str(size), str(searched.best(size).depth), f"{searched.tokens_per_step(size):.2f}"] for size in sizes]
     show(as_json, figures, ["nodes", "depth", "tokens per step"], rows, f"expected on {data}")
-
-
-@app.command()
-def generate(
-    checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Option(help="What to ask.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    pack_weights: Annotated[
-        bool | None, typer.Option(help="Packed half-precision weights on a CPU; unsaid: if faster here.")
-    ] = None,
-    dtype: Dtype = "auto",
-    as_json: Json = False,
-) -> None:
-    """Answer one prompt, streaming."""
-    import torch
-    from transformers import TextStreamer
-
-    from medusa.inference import DecodingStats, MedusaDecoder
-
-    model, tokenizer = _load(checkpoint, dtype)
-    decoder = MedusaDecoder(model, pack_weights="auto" if pack_weights is None else pack_weights)
-    messages = [{"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    stats = DecodingStats()
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-    new: list[int] = []
-    for block in decoder.stream(ids, max_new_tokens, stats=stats):
-        new += block
-        if not as_json:
-            streamer.put(torch.tensor(block))
-    if not as_json:
-        streamer.end()
-    figures = {
-        "text": tokenizer.decode(new, skip_special_tokens=True),
-        "new_tokens": stats.new_tokens,
-        "tokens_per_step": round(stats.tokens_per_step, 3),
-        "tokens_per_second": round(stats.tokens_per_second, 2),
-        "finish_reason": stats.finish_reason,
-        "tree_nodes": decoder.tree.num_nodes,
-    }
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        Console(stderr=True).print(
-            f"{stats.new_tokens} tokens, {stats.tokens_per_step:.2f} per step, {stats.tokens_per_second:.1f} a second",
-            style="dim",
-            highlight=False,
-        )
 
 
 @app.command()
@@ -283,11 +218,5 @@ def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length
         console.print(text)
 
 
-def _load(checkpoint: str, dtype: str) -> tuple[Any, Any]:
-    from medusa import MedusaModel
-    from medusa.model import load_tokenizer, local_directory
-
-    directory = local_directory(checkpoint)
-    model = MedusaModel.from_pretrained(directory, dtype=dtype)
-    has_tokenizer = (directory / "tokenizer_config.json").exists()
-    return model, load_tokenizer(str(directory) if has_tokenizer else model.model.config._name_or_path)
+for decoding_command in (verify, generate, chat):
+    app.command()(decoding_command)

@@ -22,7 +22,8 @@ from rich.table import Table
 from medusa import MedusaModel
 from medusa.backbone import Backbone
 from medusa.inference import MedusaDecoder
-from medusa.inference.benchmark import Summary, compare, top2_margin
+from medusa.inference.benchmark import Summary, compare
+from medusa.inference.equivalence import explain
 from medusa.model import load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 from medusa.train import load_config, train
@@ -200,14 +201,14 @@ def report(
         question = tokenizer.decode(comparison.prompt[0], skip_special_tokens=True)
         console.print(question.strip(), style="bold", markup=False, highlight=False)
         console.print(Columns(panels))
-    for number, comparison in enumerate(fast_runs.comparisons):
-        if not comparison.identical:
-            place = comparison.first_difference
-            text = torch.cat([comparison.prompt, torch.tensor([comparison.plain[:place]], dtype=torch.long)], dim=1)
-            margin = top2_margin(fast_decoder.model.model, text)
+    for number, run in enumerate(fast_runs.comparisons):
+        difference = explain(fast_decoder.model.backbone, run.prompt, run.plain, run.medusa)
+        if difference is not None and difference.choice is not None:
+            choice = difference.choice
             console.print(
-                f"bf16, prompt {number}: differs from token {place} on, where the two likeliest tokens are "
-                f"{margin:.1f} roundings apart",
+                f"bf16, prompt {number}: parts at token {difference.place}, {choice.margin:.2g} below the best score; "
+                f"rounding moves scores by {choice.rounding:.2g} there"
+                + ("" if difference.explained else ", which does NOT explain the answer"),
                 style="dim",
                 highlight=False,
             )

@@ -39,11 +39,11 @@ def test_help_is_quick() -> None:
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "medusa", "--help"], capture_output=True, text=True, check=True)
     assert time.perf_counter() - started < 5  # a third of a second on an idle machine; importing torch takes longer
-    for command in ("train", "distill", "eval", "tree", "generate", "inspect"):
+    for command in ("train", "distill", "eval", "tree", "verify", "generate", "chat", "inspect"):
         assert command in done.stdout
 
 
-def test_eval_tree_generate_inspect(workspace: Path) -> None:
+def test_eval_tree_generate_verify_inspect(workspace: Path) -> None:
     checkpoint, answers = workspace / "run" / "final", workspace / "answers.jsonl"
     live = json.loads(medusa("eval", checkpoint, "--data", answers, "--json"))
     recorded = json.loads(medusa("eval", checkpoint, "--data", answers, "--recorded", "--json"))
@@ -54,9 +54,8 @@ def test_eval_tree_generate_inspect(workspace: Path) -> None:
     assert searched["tokens_per_step"]["4"] > 1.3
     spoken = json.loads(medusa("generate", checkpoint, "--prompt", "say 3", "--max-new-tokens", 12, "--json"))
     assert 1 <= spoken["new_tokens"] <= 12
-    assert medusa("generate", checkpoint, "--prompt", "say 3", "--max-new-tokens", 12).strip("\n") == spoken[
-        "text"
-    ].strip("\n")
+    verified = json.loads(medusa("verify", checkpoint, "--limit", 2, "--max-new-tokens", 24, "--nodes", 8, "--json"))
+    assert verified["identical"] == 2
     facts = json.loads(medusa("inspect", checkpoint, "--json"))
     assert facts["heads"] == 3
     assert facts["tree_nodes"] == 8

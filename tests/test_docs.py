@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from chatml import save_tiny_chat_model
@@ -41,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: str, folder: Path) -> None:
     program, *arguments = shlex.split(command.replace("YOUR_MODEL", "model"), comments=True)
     if program == "medusa":
-        medusa(*arguments)
+        with patch.object(sys, "stdin", io.StringIO("What is that?\n")):  # for the chat
+            medusa(*arguments)
         return
     assert program == "accelerate"
     # A recipe for a 7B model on a GPU; the rest of the line is as written.

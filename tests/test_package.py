@@ -40,7 +40,7 @@ def sources(folder: str) -> list[Path]:
 def test_core_imports_neither_half() -> None:
     """Only the command line knows both, and imports them when a command runs."""
     for file in sources("medusa"):
-        if file.name == "cli.py":
+        if file.name.startswith("cli"):
             continue
         for module, _ in imports(file, "medusa"):
             assert not inside(module, "medusa.train"), f"{file} imports {module}"

@@ -19,7 +19,7 @@ QUESTIONS = ("Why do leaves fall in autumn?", "Write a Python function that adds
 
 
 def test_greedy_equals_generate_in_fp32() -> None:
-    """scripts/check_greedy.py does the same for more prompts and with trained heads."""
+    """`medusa verify CHECKPOINT --dtype float32` does the same for more prompts and with trained heads."""
     model = MedusaModel.attach(load_backbone(str(MODEL)), MedusaConfig(num_heads=3, projection="shared"))
     decoder = MedusaDecoder(model, tree=[(0,), (1,), (0, 0), (0, 0, 0)])
     tokenizer = load_tokenizer(str(MODEL))

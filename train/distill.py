@@ -5,7 +5,7 @@ import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa.backbone import Backbone
 from medusa.progress import progress_bar
@@ -14,6 +14,9 @@ from .answer import answer
 from .chat import Message, ReadReport, RowError, messages_of, read_jsonl
 from .hidden_states import record, recording_directory
 from .rows import row_id
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def _line(tokenizer: Any, prompt: Prompt, answer_ids: list[int]) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
-def check_settings(out: Path, settings: DistillSettings) -> None:
+def check_settings(out: Path, settings: "DataclassInstance") -> None:
     """Start `out`, or make sure that it holds the same kind of answers.
 
     Raises:
@@ -156,7 +159,7 @@ def check_settings(out: Path, settings: DistillSettings) -> None:
         if stored.get(name) != value
     ]
     if different:
-        raise ValueError(f"{out} holds answers made with {'; '.join(different)}; choose another --out, or remove it")
+        raise ValueError(f"{out} holds answers made with {'; '.join(different)}; choose another file, or remove it")
 
 
 def answered_ids(out: Path) -> set[str]:
