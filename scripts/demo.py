@@ -9,15 +9,18 @@ import json
 import os
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from prepare_demo_model import prepare
+from prompt_file import encode
 from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from torch.nn.utils.rnn import pad_sequence
 
 from medusa import MedusaModel
 from medusa.backbone import Backbone
@@ -38,18 +41,19 @@ HELD_OUT = 4
 """Prompts of each category to calibrate the tree on, and as many again to decode at the end."""
 NODES = 16
 """Size of the tree of the fp32 check, where outputs must be identical."""
-CHECKED_PROMPTS, CHECKED_TOKENS = 6, 96
-"""How many prompts are decoded there, and new tokens of each."""
+CHECKED_TOKENS = 96
+"""Longest answer there."""
 console = Console()
 
 
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=448, help="how many prompts to train on")
+    parser.add_argument("--prompts", type=int, default=616, help="how many prompts to train on")
     parser.add_argument("--steps", type=int, help="train for at most so many steps")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--decode", type=int, default=6, help="how many prompts to decode both ways")
+    parser.add_argument("--check", type=int, default=32, help="how many prompts to compare token by token in fp32")
     parser.add_argument("--work", type=Path, default=ROOT / ".demo", help="where everything is kept for the next run")
     arguments = parser.parse_args()
     started = time.perf_counter()
@@ -63,11 +67,10 @@ def main() -> None:
     checkpoint = train_heads(model_path, work, answers, arguments.steps)
     found = measure_heads(checkpoint, model_path, answers["calibration"])
 
-    prompts = [encode(model_path, row["prompt"]) for row in splits["test"][: arguments.decode]]
-    exact = decode(
-        checkpoint, torch.float32, prompts[:CHECKED_PROMPTS], min(arguments.new_tokens, CHECKED_TOKENS), nodes=NODES
-    )
-    fast = decode(checkpoint, torch.bfloat16, prompts, arguments.new_tokens, nodes=None)
+    tokenizer = load_tokenizer(str(model_path))
+    prompts = [encode(tokenizer, row["prompt"]) for row in splits["test"]]
+    exact = check_exact(checkpoint, prompts[: arguments.check], min(arguments.new_tokens, CHECKED_TOKENS))
+    fast = decode(checkpoint, prompts[: arguments.decode], arguments.new_tokens)
     report(model_path, found, exact, fast, time.perf_counter() - started)
 
 
@@ -142,53 +145,74 @@ def measure_heads(checkpoint: Path, model_path: Path, calibration: Path) -> Head
     return found
 
 
-def encode(model_path: Path, prompt: str) -> torch.Tensor:
-    """Token ids of a question, [1, T]."""
-    encoded = load_tokenizer(str(model_path)).apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt"
-    )
-    ids = encoded["input_ids"]
-    assert isinstance(ids, torch.Tensor)
-    return ids
+@dataclass(frozen=True)
+class ExactCheck:
+    """What came of decoding the held-out prompts in fp32."""
+
+    prompts: int
+    identical: int
+    """Answers that equal those of `generate` token for token."""
+    tokens_per_step: float
+    seconds: float
+    plain_seconds: float
 
 
-def decode(
-    checkpoint: Path, dtype: torch.dtype, prompts: list[torch.Tensor], new_tokens: int, nodes: int | None
-) -> tuple[Summary, MedusaDecoder]:
-    """Decode with and without heads: a tree of `nodes` nodes, or the fastest one here, weights packed if that pays."""
-    name = str(dtype).removeprefix("torch.")
-    console.rule(f"4  decoding prompts it never trained on, {name}")
-    model = MedusaModel.from_pretrained(checkpoint, dtype=dtype)
+def check_exact(checkpoint: Path, prompts: list[torch.Tensor], new_tokens: int) -> ExactCheck:
+    """Decode all held-out prompts as one batch in fp32, where outputs must be identical, with and without heads."""
+    console.rule("4  decoding prompts it never trained on, float32")
+    model = MedusaModel.from_pretrained(checkpoint, dtype=torch.float32)
     assert model.searched_tree is not None
-    if nodes is not None:
-        decoder = MedusaDecoder(model, tree=model.searched_tree.best(nodes))
-    else:
-        with console.status("timing trees on this machine"):
-            decoder = MedusaDecoder(model, tree="auto", pack_weights="auto")
-    with progress_bar(f"decoding, {name}", len(prompts)) as advance:
+    decoder = MedusaDecoder(model, tree=model.searched_tree.best(NODES))
+    ids = pad_sequence([prompt[0] for prompt in prompts], batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(prompt[0]) for prompt in prompts], batch_first=True, padding_side="left")
+    options = {"attention_mask": mask, "max_new_tokens": new_tokens, "do_sample": False}
+    started = time.perf_counter()
+    with console.status(f"{len(prompts)} prompts without heads"):
+        plain = model.model.generate(ids, **options)
+    between = time.perf_counter()
+    with console.status(f"{len(prompts)} prompts with heads"):
+        result = decoder.generate(ids, **options)
+    same = (result.sequences == plain).all(dim=1) if result.sequences.shape == plain.shape else torch.zeros(1)
+    return ExactCheck(
+        len(prompts),
+        int(same.sum()),
+        result.stats.tokens_per_step,
+        time.perf_counter() - between,
+        between - started,
+    )
+
+
+def decode(checkpoint: Path, prompts: list[torch.Tensor], new_tokens: int) -> tuple[Summary, MedusaDecoder]:
+    """Decode in bf16 with the tree that is fastest here, weights packed if that pays, and without heads."""
+    console.rule("5  decoding prompts it never trained on, one by one, bfloat16")
+    model = MedusaModel.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    with console.status("timing trees on this machine"):
+        decoder = MedusaDecoder(model, tree="auto", pack_weights="auto")
+    with progress_bar("decoding, bfloat16", len(prompts)) as advance:
         return compare(decoder, prompts, new_tokens, advance), decoder
 
 
 def report(
-    model_path: Path,
-    found: HeadAccuracy,
-    exact: tuple[Summary, MedusaDecoder],
-    fast: tuple[Summary, MedusaDecoder],
-    seconds: float,
+    model_path: Path, found: HeadAccuracy, exact: ExactCheck, fast: tuple[Summary, MedusaDecoder], seconds: float
 ) -> None:
     """Print the table, two answers, what differs in bf16, and one line of JSON."""
     console.rule("result")
-    table = Table("", "fp32", "bf16")
-    (exact_runs, exact_decoder), (fast_runs, fast_decoder) = exact, fast
+    fast_runs, fast_decoder = fast
     packed = fast_decoder.backbone is not fast_decoder.model.backbone
-    both = (exact_runs, fast_runs)
-    table.add_row("tree nodes", *(str(d.tree.num_nodes) for d in (exact_decoder, fast_decoder)))
+    ratio = fast_runs.tokens_per_second / fast_runs.plain_tokens_per_second
+    table = Table("", "fp32, one batch", "bf16, one by one")
+    table.add_row("prompts", str(exact.prompts), str(len(fast_runs.comparisons)))
+    table.add_row("tree nodes", str(NODES), str(fast_decoder.tree.num_nodes))
     table.add_row("weights packed for this CPU", "no", "yes" if packed else "no")
-    table.add_row("tokens per step", *(f"{s.tokens_per_step:.2f}" for s in both))
-    table.add_row("tokens/s without heads", *(f"{s.plain_tokens_per_second:.1f}" for s in both))
-    table.add_row("tokens/s with heads", *(f"{s.tokens_per_second:.1f}" for s in both))
-    table.add_row("ratio", *(f"{s.tokens_per_second / s.plain_tokens_per_second:.2f}" for s in both))
-    table.add_row("outputs identical", *(f"{s.identical} of {len(s.comparisons)}" for s in both))
+    table.add_row("tokens per step", f"{exact.tokens_per_step:.2f}", f"{fast_runs.tokens_per_step:.2f}")
+    table.add_row("tokens/s without heads", "-", f"{fast_runs.plain_tokens_per_second:.1f}")
+    table.add_row("tokens/s with heads", "-", f"{fast_runs.tokens_per_second:.1f}")
+    table.add_row("ratio", f"{exact.plain_seconds / exact.seconds:.2f}", f"{ratio:.2f}")
+    table.add_row(
+        "outputs identical",
+        f"{exact.identical} of {exact.prompts}",
+        f"{fast_runs.identical} of {len(fast_runs.comparisons)}",
+    )
     console.print(table)
 
     tokenizer = load_tokenizer(str(model_path))
@@ -216,14 +240,14 @@ def report(
         "tokens_per_step": round(fast_runs.tokens_per_step, 3),
         "tokens_per_second": round(fast_runs.tokens_per_second, 2),
         "baseline_tokens_per_second": round(fast_runs.plain_tokens_per_second, 2),
-        "ratio": round(fast_runs.tokens_per_second / fast_runs.plain_tokens_per_second, 3),
-        "identical": exact_runs.identical == len(exact_runs.comparisons),
+        "ratio": round(ratio, 3),
+        "identical": exact.identical == exact.prompts,
+        "checked_prompts": exact.prompts,
         "identical_bf16": fast_runs.identical,
         "top1": found.top1,
         "tree_nodes": fast_decoder.tree.num_nodes,
         "weights_packed": packed,
-        f"tokens_per_step_{NODES}_nodes": round(exact_runs.tokens_per_step, 3),
-        "ratio_fp32": round(exact_runs.tokens_per_second / exact_runs.plain_tokens_per_second, 3),
+        f"tokens_per_step_{NODES}_nodes": round(exact.tokens_per_step, 3),
         "prompts": len(fast_runs.comparisons),
         "threads": torch.get_num_threads(),
         "seconds": round(seconds),
