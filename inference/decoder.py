@@ -24,7 +24,8 @@ from .compiled import CompiledVerify, why_not_compile
 from .draws import CertainDraws, Draws, RandomDraws
 from .layout import TreeLayout
 from .propose import PROPOSALS, Candidates, Proposal, propose, propose_by_chance
-from .request import Request, Row, check_rope_switch, prepare
+from .refusals import check_rope_switch
+from .request import Request, Row, prepare
 from .result import DecodingStats, GenerationResult, gather
 from .tree_attention import install
 from .tree_choice import choose_tree
@@ -279,8 +280,9 @@ class MedusaDecoder:
 
     def prefill(self, rows: list[Row], generator: torch.Generator | None = None) -> DecodingState:
         """Cache the prompts and choose the first roots; room for the whole texts and one tree is taken at once."""
-        check_rope_switch(self.backbone, rows, self.tree.depth)
-        capacity = max(len(row.prompt) + row.limit for row in rows) + self.tree.num_nodes
+        lengths = [len(row.prompt) + row.limit for row in rows]
+        check_rope_switch(self.backbone, [len(row.prompt) for row in rows], lengths, self.tree.depth)
+        capacity = max(lengths) + self.tree.num_nodes
         cache = TreeCache(self.backbone.num_layers, capacity, len(rows))
         hidden, logits = prefill(self.backbone, [row.prompt for row in rows], cache)
         draws = RandomDraws(generator) if any(row.do_sample for row in rows) else CertainDraws()

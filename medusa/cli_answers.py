@@ -14,7 +14,7 @@ from torch import Tensor
 
 from medusa.inference import DecodingStats, MedusaDecoder
 from medusa.inference.detokenizer import Detokenizer
-from medusa.inference.request import check_prompt
+from medusa.inference.refusals import check_prompt
 from medusa.progress import progress_bar
 from medusa.train.distill import Prompt, answered_ids, check_settings, read_prompts
 

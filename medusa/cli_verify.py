@@ -33,7 +33,7 @@ def verify(
 
     from medusa.inference.benchmark import compare
     from medusa.inference.equivalence import explain
-    from medusa.inference.request import check_prompt
+    from medusa.inference.refusals import check_prompt
     from medusa.inference.sample_prompts import SAMPLE_PROMPTS
     from medusa.progress import progress_bar
     from medusa.train.distill import read_prompts

@@ -71,10 +71,11 @@ def test_every_command_and_example_runs(folder: Path, monkeypatch: pytest.Monkey
             run(command, folder)
             written.append(command)
     assert len(written) >= 8
-    for example in blocks(ROOT / "README.md", "python"):
-        with redirect_stdout(io.StringIO()) as output:
-            exec(compile(example, "README.md", "exec"), {})
-        assert output.getvalue().strip()
+    for page in PAGES:
+        for example in blocks(page, "python"):
+            with redirect_stdout(io.StringIO()) as output:
+                exec(compile(example, page.name, "exec"), {})
+            assert output.getvalue().strip()
 
 
 def test_files_and_folders_named_in_the_pages_exist() -> None:
