@@ -23,6 +23,11 @@ class Backbone:
     transform applied to the decoder's output must give the model's own logits.
     """
 
+    lm_weight: Tensor
+    """Weight of the LM head, [V, D]."""
+    lm_bias: Tensor | None
+    """Bias of the LM head, [V], or None."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         """Take `model` apart.
 
@@ -48,23 +53,11 @@ class Backbone:
             )
         self.lm_head = head
         self.embedding = embedding
+        self.lm_weight, self.lm_bias = dense_parameters(head, self.root_table)
         # transformers renamed the decoder's argument (past_key_values -> cache) between 5.16 and 5.24.
         renamed = "cache" in inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "cache" if renamed else "past_key_values"
         self.transform = self._find_transform()
-
-    @property
-    def lm_weight(self) -> Tensor:
-        """Weight of the LM head, [V, D]."""
-        weight = self.lm_head.weight
-        assert isinstance(weight, Tensor)
-        return weight
-
-    @property
-    def lm_bias(self) -> Tensor | None:
-        """Bias of the LM head, [V], or None."""
-        bias = self.lm_head.bias if isinstance(self.lm_head, nn.Linear) else None
-        return bias
 
     @property
     def root_table(self) -> Tensor:
@@ -171,6 +164,23 @@ class Backbone:
             f"{type(self.model).__name__} does not compute its logits from its decoder's output by an LM head with a "
             "scale or softcap, so heads on its hidden states would be wrong; this architecture is not supported"
         )
+
+
+@torch.no_grad()
+def dense_parameters(head: nn.Module, embedding: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weight [V, D] and bias [V] of an LM head. Of a quantised one, whatever its format, what it does to unit vectors.
+
+    Args:
+        head: the LM head.
+        embedding: the input embedding, [rows, D]; says on what device and in which type a quantised head computes.
+    """
+    weight, bias = head.weight, head.bias if isinstance(head.bias, Tensor) else None
+    assert isinstance(weight, Tensor)
+    if type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point():
+        return weight, bias
+    unit = torch.eye(embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
+    offset = head(torch.zeros_like(unit[:1]))  # [1, V]
+    return (head(unit) - offset).T.contiguous(), None if bias is None else offset[0]
 
 
 def refuse_recurrent(model: PreTrainedModel) -> None:

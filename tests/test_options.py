@@ -1,7 +1,9 @@
 """Every option of `generate` means here what it means there. The reference is always transformers itself."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,3 +383,33 @@ def test_async_iteration_runs_beside_others_and_stops_early() -> None:
     assert part == whole[: len(part)]
     assert len(part) < len(whole)
     assert threading.get_ident() not in threads
+
+
+def test_stopping_early_frees_the_cache() -> None:
+    decoder, prompt, _ = perfect_decoder()
+    caches: list[Any] = []
+    prefill = decoder.prefill
+
+    def watched_prefill(*arguments: Any) -> Any:
+        state = prefill(*arguments)
+        caches.append(weakref.ref(state.cache))
+        return state
+
+    decoder.prefill = watched_prefill  # type: ignore[method-assign]
+
+    async def first_blocks() -> None:
+        async for _ in decoder.astream(prompt, max_new_tokens=NEW):
+            if len(caches) == 1:
+                break
+
+    blocks = decoder.stream(prompt, NEW)
+    next(blocks), next(blocks)
+    assert caches[0]() is not None
+    blocks.close()
+    caches_of_stream = caches.copy()
+    caches.clear()
+    asyncio.run(first_blocks())
+    decoder.generate(prompt, NEW)
+    gc.collect()
+    assert len(caches) == 2
+    assert [cache() for cache in caches_of_stream + caches] == [None] * 3
