@@ -49,7 +49,7 @@ console = Console()
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=616, help="how many prompts to train on")
+    parser.add_argument("--prompts", type=int, default=448, help="how many prompts to train on")
     parser.add_argument("--steps", type=int, help="train for at most so many steps")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--decode", type=int, default=6, help="how many prompts to decode both ways")
