@@ -5,6 +5,7 @@ if __name__ == "inference":
 
 from .accept import Typical
 from .decoder import MedusaDecoder
+from .dynamic_tree import DynamicTree
 from .result import DecodingStats, GenerationResult
 
-__all__ = ["DecodingStats", "GenerationResult", "MedusaDecoder", "Typical"]
+__all__ = ["DecodingStats", "DynamicTree", "GenerationResult", "MedusaDecoder", "Typical"]

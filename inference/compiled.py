@@ -1,9 +1,11 @@
 """The verify pass as one compiled graph, for one row.
 
 Its shapes do not change: N nodes, and a key-value buffer whose size and filled length are symbols in the graph. So it
-is compiled once, whatever the prompt, the length of the text and the room taken for it. B is 1; N nodes, C capacity of
-the cache, L positions that the cache shows, H key-value heads, Dh head size.
+is compiled once for every N in use, whatever the prompt, the length of the text and the room taken for it. B is 1;
+N nodes, C capacity of the cache, L positions that the cache shows, H key-value heads, Dh head size.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -57,9 +59,9 @@ class CompiledVerify:
     """Takes the place of `verify` for one row."""
 
     def __init__(self, backbone: Backbone) -> None:
-        """Prepare; the graph is compiled at the first pass, which takes from half a minute to some minutes."""
+        """Prepare; the first pass of each size compiles its graph, which takes from half a minute to some minutes."""
         self.backbone = backbone
-        self._graph = torch.compile(self._run, fullgraph=True)
+        self._graph = torch.compile(self._run, fullgraph=True, dynamic=False)
 
     def __call__(self, tokens: Tensor, layout: TreeLayout, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As `verify`: tokens [1, N] -> hidden states [1, N, D] and logits [1, N, V]."""
@@ -96,6 +98,20 @@ class CompiledVerify:
         hidden = self.backbone.extend(tokens, cache, where)
         traced.tree_pass = None
         return hidden, self.backbone.logits(hidden)
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Refuse more sizes than the compiler keeps graphs of one function.
+
+    Raises:
+        ValueError: there are too many.
+    """
+    limit = torch._dynamo.config.recompile_limit
+    if len(sizes) > limit:
+        raise ValueError(
+            f"compile=True makes one graph for each of the {len(sizes)} sizes {sizes} of the tree, and torch keeps "
+            f"{limit}; give fewer sizes"
+        )
 
 
 def why_not_compile(device: torch.device) -> str | None:

@@ -20,15 +20,16 @@ from medusa.tree import CandidateTree
 
 from .accept import Typical
 from .cache import TreeCache
-from .compiled import CompiledVerify, why_not_compile
+from .compiled import CompiledVerify, check_sizes, why_not_compile
 from .draws import CertainDraws, Draws, RandomDraws
+from .dynamic_tree import DynamicLayout, DynamicTree, propose_dynamic
 from .layout import TreeLayout
 from .propose import PROPOSALS, Candidates, Proposal, propose, propose_by_chance
 from .refusals import check_rope_switch
 from .request import Request, Row, prepare
 from .result import DecodingStats, GenerationResult, gather
 from .tree_attention import install
-from .tree_choice import choose_tree
+from .tree_choice import choose_dynamic_tree, choose_tree
 from .verify import check_tree_attention, prefill, verify
 from .walk import Path, walk_exact, walk_typical
 from .warp import draft_scores
@@ -58,7 +59,7 @@ class MedusaDecoder:
     def __init__(
         self,
         model: MedusaModel,
-        tree: str | CandidateTree | Sequence[Sequence[int]] = "auto",
+        tree: str | CandidateTree | DynamicTree | Sequence[Sequence[int]] = "auto",
         acceptance: Literal["exact", "typical"] | Typical = "exact",
         proposal: Proposal = "top_k",
         pack_weights: bool | Literal["auto"] = False,
@@ -69,13 +70,14 @@ class MedusaDecoder:
         Args:
             model: backbone and heads.
             tree: a `CandidateTree`, a list of rank paths, or "auto": of the trees searched for these heads, the one
-                with the best tokens per second on this machine, measured now.
+                with the best tokens per second on this machine, measured now. "dynamic", or a `DynamicTree`: in each
+                step the nodes that the heads are surest of, as many as pay by what steps take on this machine.
             acceptance: "exact" keeps the backbone's distribution; "typical", or a `Typical` with options of its own,
                 accepts more when sampling and does not.
             proposal: where siblings come from when sampling: "top_k" the heads' likeliest tokens, "sampled" drawn
                 from the heads without replacement, "mixed" the likeliest and one drawn from the rest. All are exact.
             pack_weights: verify with a packed copy of half-precision weights; see `medusa.packed_linear`. "auto", with
-                tree="auto": where they can be packed and that is faster here.
+                tree="auto" or "dynamic": where they can be packed and that is faster here.
             compile: compile the verify pass and the heads, for single prompts. The first step then takes long, and
                 batches stay eager. Without a C++ compiler on a CPU it says so once and stays eager.
 
@@ -90,21 +92,34 @@ class MedusaDecoder:
         self.typical = Typical() if acceptance == "typical" else acceptance if isinstance(acceptance, Typical) else None
         if self.typical is not None and proposal != "top_k":
             raise ValueError(f"proposal={proposal!r} is for exact acceptance; typical acceptance takes 'top_k'")
+        if proposal != "top_k" and (tree == "dynamic" or isinstance(tree, DynamicTree)):
+            raise ValueError(
+                f"proposal={proposal!r} draws siblings, and a dynamic tree would choose among them by what was drawn, "
+                "which is not exact; a dynamic tree takes 'top_k'"
+            )
         self.proposal = proposal
         install()
         self.model = model
         plain = [model.backbone] if pack_weights is not True else []
-        packed = pack_weights is True or (pack_weights == "auto" and tree == "auto" and can_pack(model.model) is None)
+        packed = pack_weights is True or (
+            pack_weights == "auto" and tree in ("auto", "dynamic") and can_pack(model.model) is None
+        )
         backbones = plain + ([Backbone(pack_linears(model.model))] if packed else [])
         for backbone in backbones:
             check_tree_attention(backbone)
         self.backbone = backbones[0]
         self.tree = self._resolve(tree, backbones)
         self.tree.check_heads(model.config.num_heads, model.heads.draft_size)
-        self.layout = TreeLayout.of(self.tree, self.device)
+        self.layout: TreeLayout | DynamicLayout = (
+            DynamicLayout.of(self.tree, self.device)
+            if isinstance(self.tree, DynamicTree)
+            else TreeLayout.of(self.tree, self.device)
+        )
         self.heads = model.heads
         self._compiled: CompiledVerify | None = None
         if compile:
+            if isinstance(self.tree, DynamicTree):
+                check_sizes(self.tree.sizes)
             reason = why_not_compile(self.device)
             if reason is None:
                 self._compiled = CompiledVerify(self.backbone)
@@ -117,13 +132,20 @@ class MedusaDecoder:
         """Where the heads and the end of the backbone are."""
         return self.backbone.lm_weight.device
 
-    def _resolve(self, tree: str | CandidateTree | Sequence[Sequence[int]], backbones: list[Backbone]) -> CandidateTree:
-        if isinstance(tree, CandidateTree):
+    def _resolve(
+        self, tree: str | CandidateTree | DynamicTree | Sequence[Sequence[int]], backbones: list[Backbone]
+    ) -> CandidateTree | DynamicTree:
+        if isinstance(tree, CandidateTree | DynamicTree):
             return tree
         if not isinstance(tree, str):
             return CandidateTree.from_paths(tree)
+        if tree == "dynamic":
+            self.backbone, chosen = choose_dynamic_tree(self.model, backbones)
+            return chosen
         if tree != "auto":
-            raise ValueError(f"tree is {tree!r}; allowed: 'auto', a CandidateTree, or a list of rank paths")
+            raise ValueError(
+                f"tree is {tree!r}; allowed: 'auto', 'dynamic', a CandidateTree, a DynamicTree, or a list of rank paths"
+            )
         if self.model.searched_tree is None:
             warnings.warn(
                 "no tree was searched for these heads, so the decoder checks one chain of best guesses; "
@@ -294,31 +316,35 @@ class MedusaDecoder:
 
     def step(self, state: DecodingState) -> None:
         """Advance every row by one verify pass; rows that end leave the state."""
-        candidates = self.propose(state)
-        hidden, logits = self.verify(candidates.tokens, state.cache)
-        paths = self.accept(state, candidates, logits, self.layout)
+        candidates, layout = self.propose(state)
+        hidden, logits = self.verify(candidates.tokens, layout, state.cache)
+        paths = self.accept(state, candidates, logits, layout)
         self.commit(state, hidden, paths)
 
-    def verify(self, tokens: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
+    def verify(self, tokens: Tensor, layout: TreeLayout, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """Run the backbone over the tree: tokens [B, N] -> hidden states [B, N, D], logits [B, N, V]."""
         if self._compiled is not None and len(tokens) == 1:
-            return self._compiled(tokens, self.layout, cache)
-        return verify(self.backbone, tokens, self.layout, cache)
+            return self._compiled(tokens, layout, cache)
+        return verify(self.backbone, tokens, layout, cache)
 
-    def propose(self, state: DecodingState) -> Candidates:
-        """Fill the tree behind every row's root."""
-        if self.proposal == "top_k" or self.layout.num_nodes == 1:
-            return propose(self.heads, state.hidden, state.root, self.layout)
-        return propose_by_chance(
+    def propose(self, state: DecodingState) -> tuple[Candidates, TreeLayout]:
+        """Fill the tree behind every row's root; returns it with its topology."""
+        layout = self.layout
+        if isinstance(layout, DynamicLayout):
+            return propose_dynamic(self.heads, state.hidden, state.root, layout)
+        if self.proposal == "top_k" or layout.num_nodes == 1:
+            return propose(self.heads, state.hidden, state.root, layout), layout
+        candidates = propose_by_chance(
             self.heads,
             state.hidden,
             state.root,
-            self.layout,
+            layout,
             self.backbone.vocab_size,
             warp=lambda logits: draft_scores(state.rows, logits),
             mixed=self.proposal == "mixed",
             generator=state.generator,
         )
+        return candidates, layout
 
     def accept(self, state: DecodingState, candidates: Candidates, logits: Tensor, layout: TreeLayout) -> list[Path]:
         """Emit what is accepted of a verified tree, logits [B, N, V], and the next roots to the rows."""

@@ -43,7 +43,11 @@ def propose(heads: MedusaHeads, hidden: Tensor, root: Tensor, layout: TreeLayout
     if layout.num_nodes == 1:
         return Candidates(root[:, None])
     logits = heads(hidden, root).transpose(0, 1)  # [B, K, Vd]
-    guesses = heads.to_vocab(logits.topk(layout.top_k, dim=-1).indices)  # [B, K, top_k]
+    return fill(heads.to_vocab(logits.topk(layout.top_k, dim=-1).indices), root, layout)
+
+
+def fill(guesses: Tensor, root: Tensor, layout: TreeLayout) -> Candidates:
+    """Each node takes the guess of its depth and rank: guesses [B, K, top_k], root [B]."""
     place = layout.depths.sub(1).clamp(min=0) * layout.top_k + layout.ranks  # [R, N]
     tokens = guesses.flatten(1).gather(1, place.expand(len(root), -1))
     return Candidates(torch.where(layout.depths == 0, root[:, None], tokens))

@@ -11,11 +11,14 @@ from medusa.tree import CandidateTree
 from medusa.tree_search import SearchedTree
 
 from .cache import TreeCache
+from .dynamic_tree import DynamicLayout, DynamicTree, propose_dynamic
 from .layout import TreeLayout
 from .propose import propose
 from .verify import prefill, verify
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+DYNAMIC_SIZES = (1, 2, 4, 8, 16, 32)
+"""Few, since each is a graph of its own where the pass is compiled."""
 CONTEXT = 128
 ROUNDS = 6
 WORTH_TIMING = 0.7
@@ -70,6 +73,48 @@ def choose_tree(model: MedusaModel, backbones: list[Backbone], searched: Searche
     return max(choices, key=lambda choice: choice.tokens_per_second)
 
 
+def choose_dynamic_tree(model: MedusaModel, backbones: list[Backbone]) -> tuple[Backbone, DynamicTree]:
+    """Time whole steps of every size, in turns, on each backbone, and take the backbone that promises most.
+
+    Args:
+        model: whose heads fill the tree; the tree searched for them is the superset.
+        backbones: what could verify it, as for `choose_tree`.
+
+    Raises:
+        ValueError: no tree was searched for these heads.
+    """
+    searched = model.searched_tree
+    if searched is None:
+        raise ValueError(
+            "tree='dynamic' chooses among the nodes of a searched tree, and none was searched for these heads; make "
+            "one: medusa tree CHECKPOINT --data FILE"
+        )
+    superset = searched.best(len(searched.paths) + 1)
+    trees = {
+        size: DynamicTree(superset, (size,), calibration=searched.calibration)
+        for size in DYNAMIC_SIZES
+        if size <= superset.num_nodes
+    }
+    timers = [StepTimer(model, backbone) for backbone in backbones]
+    times: list[dict[int, float]] = []
+    for timer in timers:
+        timer.seconds(trees[1])  # warm up
+        own: dict[int, float] = {}
+        for size, tree in trees.items():
+            own[size] = timer.seconds(tree)
+            if own[size] > (1 + tree.depth) * own[1]:
+                break  # not even a step that accepts as much as it can would make up for larger trees
+        times.append(own)
+    for _ in range(ROUNDS):
+        for timer, own in zip(timers, times, strict=True):
+            for size in own:
+                own[size] = min(own[size], timer.seconds(trees[size]))
+    rates = [max(searched.tokens_per_step(size) / own[size] for size in own) for own in times]
+    best = max(range(len(backbones)), key=rates.__getitem__)
+    sizes, seconds = tuple(times[best]), tuple(times[best].values())
+    return backbones[best], DynamicTree(superset, sizes, seconds, rates[best], searched.calibration)
+
+
 class StepTimer:
     """Repeats one decoding step behind the same text."""
 
@@ -85,11 +130,16 @@ class StepTimer:
         self.root = logits.argmax(dim=-1)
 
     @torch.inference_mode()
-    def seconds(self, tree: CandidateTree) -> float:
+    def seconds(self, tree: CandidateTree | DynamicTree) -> float:
         """Time of one step: proposal, verification, the backbone's choices. Nothing is kept of it."""
-        layout = TreeLayout.of(tree, self.prompt.device)
-        started = time.perf_counter()
-        candidates = propose(self.heads, self.hidden, self.root, layout)
+        if isinstance(tree, DynamicTree):
+            dynamic = DynamicLayout.of(tree, self.prompt.device)
+            started = time.perf_counter()
+            candidates, layout = propose_dynamic(self.heads, self.hidden, self.root, dynamic)
+        else:
+            layout = TreeLayout.of(tree, self.prompt.device)
+            started = time.perf_counter()
+            candidates = propose(self.heads, self.hidden, self.root, layout)
         _, logits = verify(self.backbone, candidates.tokens, layout, self.cache)
         logits.argmax(dim=-1).tolist()
         return time.perf_counter() - started

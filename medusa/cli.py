@@ -103,10 +103,10 @@ def evaluate(
     """Measure how often each head's guesses are right on held-out chats."""
     from dataclasses import asdict
 
-    from medusa.train.evaluate import accuracy, rank_file
+    from medusa.train.evaluate import accuracy, judge_file
 
     model, tokenizer = load(checkpoint, dtype)
-    found = accuracy(*rank_file(model, tokenizer, str(data), max_length, recorded))
+    found = accuracy(judge_file(model, tokenizer, str(data), max_length, recorded))
     show(as_json, asdict(found), ["head", "top-1", "top-5", "top-10", "positions"], found.table(), f"heads on {data}")
 
 
@@ -121,7 +121,7 @@ def tree(
     as_json: Json = False,
 ) -> None:
     """Search the best tree of every size for these heads and save it in the checkpoint."""
-    from medusa.train.evaluate import rank_file
+    from medusa.train.evaluate import judge_file
     from medusa.train.supervision import IGNORE
     from medusa.tree_search import search_tree_for_decoding
 
@@ -130,8 +130,8 @@ def tree(
             f"there is no directory {checkpoint}; the tree is saved there, so download the checkpoint first"
         )
     model, tokenizer = load(checkpoint, dtype)
-    ranks, targets = rank_file(model, tokenizer, str(data), max_length, recorded)
-    searched = search_tree_for_decoding(ranks, targets[:, 0] == IGNORE, nodes)
+    judged = judge_file(model, tokenizer, str(data), max_length, recorded)
+    searched = search_tree_for_decoding(judged.ranks, judged.targets[:, 0] == IGNORE, nodes, judged.log_confidence)
     searched.save(Path(checkpoint))
     sizes = [size for size in (2, 4, 8, 16, 32, 64, 128, 256) if size <= len(searched.paths) + 1]
     figures = {

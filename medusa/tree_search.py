@@ -5,12 +5,13 @@ P positions of held-out text, K heads.
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path as FilePath
 
 import torch
 from torch import Tensor
 
+from .calibration import Calibration, fit_calibration
 from .tree import CandidateTree, Path
 
 MISS = -1
@@ -28,6 +29,8 @@ class SearchedTree:
     gains: tuple[float, ...]
     positions: int
     """How many held-out positions the gains were counted over."""
+    calibration: Calibration | None = None
+    """What the heads' confidence was worth there, for trees that change from step to step."""
 
     def best(self, num_nodes: int) -> CandidateTree:
         """The best tree of `num_nodes` nodes (root included), or the whole tree where it is smaller."""
@@ -58,13 +61,20 @@ class SearchedTree:
                 raise ValueError("a path stands before its parent")
             if len(gains) != len(paths):
                 raise ValueError(f"{len(paths)} paths but {len(gains)} gains")
-            return cls(paths, gains, int(stored["positions"]))
+            return cls(paths, gains, int(stored["positions"]), _calibration(stored.get("calibration")))
         except FileNotFoundError:
             raise ValueError(
                 f"{directory} holds no searched tree; make one: medusa tree {directory} --data FILE"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is not a searched tree ({error}); make it again: medusa tree") from error
+
+
+def _calibration(stored: dict[str, list[float]] | None) -> Calibration | None:
+    """What `SearchedTree.save` wrote of a calibration."""
+    if stored is None:
+        return None
+    return Calibration(tuple(map(float, stored["powers"])), tuple(map(float, stored["offsets"])))
 
 
 def search_tree(ranks: Tensor, max_nodes: int) -> SearchedTree:
@@ -125,12 +135,15 @@ def visited_positions(ranks: Tensor, ends: Tensor, tree: CandidateTree) -> Tenso
     return visited
 
 
-def search_tree_for_decoding(ranks: Tensor, ends: Tensor, max_nodes: int) -> SearchedTree:
+def search_tree_for_decoding(
+    ranks: Tensor, ends: Tensor, max_nodes: int, log_confidence: Tensor | None = None
+) -> SearchedTree:
     """`search_tree` over the positions where decoding really takes a step.
 
     Steps fall on hard positions more often than on easy ones, which an accepted path skips; counted over all
     positions, a tree would promise more tokens per step than it gives. The positions depend on the tree and the tree
-    on them, so both are found in turn, for trees of `TYPICAL_NODES` nodes.
+    on them, so both are found in turn, for trees of `TYPICAL_NODES` nodes. Where the log-probabilities of the guesses
+    are given, [P, K, G], their calibration at these positions is found as well.
     """
     searched = search_tree(ranks[~ends], max_nodes)
     for _ in range(ROUNDS):
@@ -138,4 +151,7 @@ def search_tree_for_decoding(ranks: Tensor, ends: Tensor, max_nodes: int) -> Sea
         searched = search_tree(ranks[visited_positions(ranks, ends, tree)], max_nodes)
         if searched.best(TYPICAL_NODES) == tree:
             break
-    return searched
+    if log_confidence is None:
+        return searched
+    visited = visited_positions(ranks, ends, searched.best(TYPICAL_NODES))
+    return replace(searched, calibration=fit_calibration(log_confidence[visited], ranks[visited]))

@@ -31,7 +31,7 @@ from medusa.model import load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 from medusa.train import load_config, train
 from medusa.train.distill import distill, read_prompts
-from medusa.train.evaluate import HeadAccuracy, accuracy, rank_file
+from medusa.train.evaluate import HeadAccuracy, accuracy, judge_file
 from medusa.train.supervision import IGNORE
 from medusa.tree_search import search_tree_for_decoding
 
@@ -134,10 +134,12 @@ def measure_heads(checkpoint: Path, model_path: Path, calibration: Path) -> Head
     """Accuracy on held-out prompts, and the best tree of every size for these heads."""
     console.rule("3  how good are they, and which tree suits them")
     model = MedusaModel.from_pretrained(checkpoint, dtype=torch.float32)
-    ranks, targets = rank_file(model, load_tokenizer(str(model_path)), str(calibration), 2048, recorded=True)
-    searched = search_tree_for_decoding(ranks, targets[:, 0] == IGNORE, max_nodes=64)
+    judged = judge_file(model, load_tokenizer(str(model_path)), str(calibration), 2048, recorded=True)
+    searched = search_tree_for_decoding(
+        judged.ranks, judged.targets[:, 0] == IGNORE, max_nodes=64, log_confidence=judged.log_confidence
+    )
     searched.save(checkpoint)
-    found = accuracy(ranks, targets)
+    found = accuracy(judged)
     table = Table("head", "top-1", "top-5", "top-10", "positions", title="accuracy on held-out prompts")
     for row in found.table():
         table.add_row(*row)

@@ -44,11 +44,11 @@ def main() -> None:
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(arguments.steps):
         marks = [time.perf_counter()]
-        candidates = decoder.propose(state)
+        candidates, layout = decoder.propose(state)
         marks.append(time.perf_counter())
-        hidden, logits = decoder.verify(candidates.tokens, state.cache)
+        hidden, logits = decoder.verify(candidates.tokens, layout, state.cache)
         marks.append(time.perf_counter())
-        paths = decoder.accept(state, candidates, logits, decoder.layout)
+        paths = decoder.accept(state, candidates, logits, layout)
         marks.append(time.perf_counter())
         decoder.commit(state, hidden, paths)
         marks.append(time.perf_counter())

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,47 +46,59 @@ class HeadAccuracy:
         ]
 
 
-def target_ranks(heads: MedusaHeads, hidden: Tensor, root: Tensor, targets: Tensor) -> Tensor:
-    """Rank of the right token among each head's first TOP guesses, [P, K]; MISS if it is not there, or none is."""
+class Judged(NamedTuple):
+    """Each head's first guesses at many positions."""
+
+    ranks: Tensor
+    """Rank of the right token among the guesses, [P, K]; MISS if it is not there, or there is none."""
+    targets: Tensor
+    """The right tokens, [P, K]."""
+    log_confidence: Tensor
+    """Log-probability that the head gave each guess, [P, K, TOP]."""
+
+
+def judge(heads: MedusaHeads, hidden: Tensor, root: Tensor, targets: Tensor) -> Judged:
+    """Compare each head's first TOP guesses with what came: hidden [P, D], root [P], targets [P, K]."""
     logits = heads(hidden, root)  # [K, P, Vd]
-    guesses = heads.to_vocab(logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices)  # [K, P, TOP]
-    hits = guesses == targets.T[..., None]
-    return torch.where(hits.any(dim=-1), hits.int().argmax(dim=-1), MISS).T
+    best = logits.topk(min(TOP, logits.shape[-1]), dim=-1)  # [K, P, TOP]
+    hits = heads.to_vocab(best.indices) == targets.T[..., None]
+    ranks = torch.where(hits.any(dim=-1), hits.int().argmax(dim=-1), MISS).T
+    log_confidence = best.values.float() - logits.float().logsumexp(dim=-1, keepdim=True)
+    return Judged(ranks, targets, log_confidence.transpose(0, 1))
 
 
 @torch.no_grad()
-def rank_rows(
+def judge_rows(
     heads: MedusaHeads, rows: list[TrainingRow], states: HiddenStates, advance: Callable[[int], None]
-) -> tuple[Tensor, Tensor]:
-    """`target_ranks` and targets of whole rows, [P, K] each."""
+) -> Judged:
+    """`judge` whole rows, in the order of the text."""
     parameter = next(heads.parameters())
-    ranks, targets = [], []
+    parts = []
     for start in range(0, len(rows), BATCH_SIZE):
         part = rows[start : start + BATCH_SIZE]
         batch = make_batch(part, states.of(part), len(heads), parameter.device)
-        ranks.append(target_ranks(heads, batch.hidden.to(parameter.dtype), batch.root, batch.targets).cpu())
-        targets.append(batch.targets.cpu())
+        parts.append(judge(heads, batch.hidden.to(parameter.dtype), batch.root, batch.targets))
         advance(len(part))
-    return torch.cat(ranks), torch.cat(targets)
+    return Judged(*(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)))
 
 
-def accuracy(ranks: Tensor, targets: Tensor) -> HeadAccuracy:
-    """Sum up what `rank_rows` found."""
-    judged = targets != IGNORE
-    counts = judged.sum(dim=0)
+def accuracy(judged: Judged) -> HeadAccuracy:
+    """Sum up what `judge` found."""
+    ranks, counted = judged.ranks, judged.targets != IGNORE
+    counts = counted.sum(dim=0)
 
     def share(top: int) -> list[float]:
-        hit = (ranks != MISS) & (ranks < top) & judged
+        hit = (ranks != MISS) & (ranks < top) & counted
         return [round(value, 4) for value in (hit.sum(dim=0) / counts.clamp(min=1)).tolist()]
 
     return HeadAccuracy(share(1), share(5), share(TOP), counts.tolist())
 
 
-def rank_file(model: MedusaModel, tokenizer: Any, file: str, max_length: int, recorded: bool) -> tuple[Tensor, Tensor]:
-    """`rank_rows` of a chat file, with recorded hidden states or from a pass of the backbone."""
+def judge_file(model: MedusaModel, tokenizer: Any, file: str, max_length: int, recorded: bool) -> Judged:
+    """`judge` the rows of a chat file, with recorded hidden states or from a pass of the backbone."""
     rows, _ = load_rows(file, tokenizer, max_length)
     states: HiddenStates = LiveHiddenStates(model.backbone)
     if recorded:
         states = RecordedHiddenStates(recording_directory(Path(file)))
     with progress_bar("evaluating", len(rows)) as advance:
-        return rank_rows(model.heads, rows, states, advance)
+        return judge_rows(model.heads, rows, states, advance)

@@ -17,7 +17,7 @@ from medusa.model import MedusaModel, load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 
 from .config import TrainConfig, save_config
-from .evaluate import accuracy, rank_file, target_ranks
+from .evaluate import accuracy, judge, judge_file
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
 from .loss import HeadLoss
 from .pairs import HeadBatch, make_batch
@@ -255,7 +255,7 @@ def train_accuracy(model: MedusaModel, batches: list[HeadBatch]) -> dict[str, fl
     hidden = torch.cat([batch.hidden for batch in batches])[:LOGGED_POSITIONS].float()
     root = torch.cat([batch.root for batch in batches])[:LOGGED_POSITIONS]
     targets = torch.cat([batch.targets for batch in batches])[:LOGGED_POSITIONS]
-    found = accuracy(target_ranks(model.heads, hidden, root, targets), targets)
+    found = accuracy(judge(model.heads, hidden, root, targets))
     metrics = {f"top1/head{k}": share for k, share in enumerate(found.top1)}
     return metrics | {f"top5/head{k}": share for k, share in enumerate(found.top5)}
 
@@ -266,8 +266,8 @@ def finish(run: Run, final: Path, tracker: Tracker) -> None:
     model.heads.to(model.backbone.lm_weight.dtype)
     model.save_pretrained(final, run.tokenizer, provenance(config.optimization.seed) | {"config": as_dict(config)})
     if config.data.eval is not None:
-        ranks, targets = rank_file(model, run.tokenizer, config.data.eval, config.data.max_length, config.data.recorded)
-        found = accuracy(ranks, targets)
+        judged = judge_file(model, run.tokenizer, config.data.eval, config.data.max_length, config.data.recorded)
+        found = accuracy(judged)
         found.save(final)
         tracker.log(run.schedule.steps, {f"eval/top1/head{k}": share for k, share in enumerate(found.top1)})
     tracker.close()
