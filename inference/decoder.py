@@ -21,11 +21,11 @@ from medusa.tree import CandidateTree
 from .accept import Typical
 from .cache import TreeCache
 from .compiled import CompiledVerify, check_sizes, why_not_compile
-from .draws import CertainDraws, Draws, RandomDraws
+from .draws import CertainDraws, Draws, RandomDraws, dice
 from .dynamic_tree import DynamicLayout, DynamicTree, propose_dynamic
 from .layout import TreeLayout
 from .propose import PROPOSALS, Candidates, Proposal, propose, propose_by_chance
-from .refusals import check_rope_switch
+from .refusals import check_one_row, check_rope_switch
 from .request import Request, Row, prepare
 from .result import DecodingStats, GenerationResult, gather
 from .tree_attention import install
@@ -190,7 +190,7 @@ class MedusaDecoder:
         if streamer is None:
             stats = self._write(rows, dice(generator, seed, self.device))
         else:
-            check_one_row(rows, "a streamer")
+            check_one_row(len(rows), "a streamer")
             streamer.put(input_ids.cpu())
             stats = [DecodingStats()]
             for block in self._blocks(rows[0], stats[0], dice(generator, seed, self.device)):
@@ -215,7 +215,7 @@ class MedusaDecoder:
         """
         requests = self._prepare(input_ids, max_new_tokens, attention_mask, generation_config, options)
         rows = [row for request in requests for row in request.rows(self.backbone, self.model.known_tokens)]
-        check_one_row(rows, "stream()")
+        check_one_row(len(rows), "stream()")
         filled = DecodingStats() if stats is None else stats
         return self._blocks(rows[0], filled, dice(generator, seed, self.device))
 
@@ -370,32 +370,3 @@ class MedusaDecoder:
         state.hidden = hidden
         state.root = torch.stack([row.ids[row.length - 1] for row in state.rows])
         return state
-
-
-def check_one_row(rows: list[Row], what: str) -> None:
-    """Refuse to stream a batch.
-
-    Raises:
-        ValueError: there are several rows.
-    """
-    if len(rows) > 1:
-        raise ValueError(
-            f"{what} takes one prompt, and this call has {len(rows)} rows; use generate without a streamer"
-        )
-
-
-def dice(generator: torch.Generator | None, seed: int | None, device: torch.device) -> torch.Generator | None:
-    """The generator that a caller gave or asked for by its seed; None for torch's global one.
-
-    Raises:
-        ValueError: both are given, or the generator is on another device.
-    """
-    if seed is not None:
-        if generator is not None:
-            raise ValueError(f"both a generator and seed={seed} are given; give one of them")
-        return torch.Generator(device).manual_seed(seed)
-    if generator is not None and generator.device.type != device.type:
-        raise ValueError(
-            f"the generator is on {generator.device}, the model on {device}: make it by torch.Generator('{device}')"
-        )
-    return generator

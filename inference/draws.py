@@ -46,3 +46,20 @@ class CertainDraws:
     def categorical(self, p: Tensor) -> Tensor:
         """[R, V] -> [R]."""
         return p.argmax(dim=-1)
+
+
+def dice(generator: torch.Generator | None, seed: int | None, device: torch.device) -> torch.Generator | None:
+    """The generator that a caller gave or asked for by its seed; None for torch's global one.
+
+    Raises:
+        ValueError: both are given, or the generator is on another device.
+    """
+    if seed is not None:
+        if generator is not None:
+            raise ValueError(f"both a generator and seed={seed} are given; give one of them")
+        return torch.Generator(device).manual_seed(seed)
+    if generator is not None and generator.device.type != device.type:
+        raise ValueError(
+            f"the generator is on {generator.device}, the model on {device}: make it by torch.Generator('{device}')"
+        )
+    return generator

@@ -101,3 +101,13 @@ def check_rope_switch(backbone: Backbone, prompts: list[int], texts: list[int], 
             "LongRoPE changes the frequencies of all positions; lower max_new_tokens or decode prompts on either side "
             "of it apart, or use plain `generate`"
         )
+
+
+def check_one_row(rows: int, what: str) -> None:
+    """Refuse to stream a batch.
+
+    Raises:
+        ValueError: there are several rows.
+    """
+    if rows > 1:
+        raise ValueError(f"{what} takes one prompt, and this call has {rows} rows; use generate without a streamer")

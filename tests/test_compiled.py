@@ -8,7 +8,7 @@ from tiny import guide, hf_greedy, prompt_of, tiny_medusa, tiny_model
 from torch._dynamo.utils import counters
 
 from medusa import CandidateTree
-from medusa.inference import MedusaDecoder, compiled
+from medusa.inference import DynamicTree, MedusaDecoder, compiled
 from medusa.inference.compiled import why_not_compile
 
 pytestmark = [
@@ -41,6 +41,27 @@ def test_one_graph_for_every_prompt_and_context(name: str) -> None:
     assert result.sequences.tolist() == text[:, :-K].tolist()
     assert result.stats.tokens_per_step >= 2
     assert counters["stats"]["unique_graphs"] == graphs, "something was compiled again"
+
+
+def test_one_graph_for_each_size_of_a_dynamic_tree() -> None:
+    torch._dynamo.reset()
+    model = tiny_model("llama", torch.float64)
+    tree = DynamicTree(TREE, (3, 4), seconds=(1.0, 1.05), tokens_per_second=1.0)
+    decoder = MedusaDecoder(tiny_medusa(model, num_heads=K), tree, compile=True)
+    decoder.heads = decoder.model.heads
+    counters.clear()
+    for length, new in ((5, 30), (9, 70), (40, 30)):
+        prompt = prompt_of(length)
+        assert decoder.generate(prompt, new).sequences.tolist() == hf_greedy(model, prompt, new).tolist()
+        assert counters["stats"]["unique_graphs"] == 2, "one for each size, all of them in the first text"
+
+
+def test_more_sizes_than_graphs_are_refused() -> None:
+    tree = DynamicTree(CandidateTree.chain(K), (1, 2, 3, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._dynamo.config, "recompile_limit", 3)
+        with pytest.raises(ValueError, match=r"each of the 4 sizes .* torch keeps 3; give fewer"):
+            MedusaDecoder(tiny_medusa(tiny_model("llama"), num_heads=K), tree, compile=True)
 
 
 def test_batches_stay_eager() -> None:
