@@ -125,7 +125,7 @@ def _speaker(
 ) -> "Speaker":
     """Load a checkpoint to answer with; `turns` says whether it must tell turns apart."""
     from medusa.inference import Typical
-    from medusa.inference.decoder import dice
+    from medusa.inference.draws import dice
 
     from .cli_answers import Speaker, give_template
 

@@ -1,6 +1,7 @@
 """Ways to decode greedily, compared in one run: what people run today against trees with heads.
 
 Usage: python scripts/benchmark.py CHECKPOINT [--prompts FILE] [--per-category N] [--new-tokens N] [--compile]
+       [--static]
 Every prompt goes through every way in turn, so that a slow moment of the machine hits all. Prints a table of medians
 and one line of JSON; ratios are to `generate` as people run it (eager, dynamic cache) on the same prompt.
 """
@@ -59,7 +60,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--longest", type=int, default=1024, help="skip longer prompts, in tokens")
-    parser.add_argument("--compile", action="store_true", help="also the compiled decoder and generate's static cache")
+    parser.add_argument("--compile", action="store_true", help="also the compiled decoder")
+    parser.add_argument("--static", action="store_true", help="also generate with its static cache, compiled")
     arguments = parser.parse_args()
     model = MedusaModel.from_pretrained(arguments.checkpoint, dtype=arguments.dtype)
     tokenizer = load_tokenizer(arguments.checkpoint)
@@ -77,6 +79,7 @@ def main() -> None:
     if arguments.compile:
         compiled = MedusaDecoder(model, tree=decoder.tree, pack_weights=packed, compile=True)
         ways[f"heads, {decoder.tree.num_nodes} nodes, compiled"] = decoder_way(compiled, new)
+    if arguments.static:
         ways["generate, static cache, compiled"] = generate_way(model.model, new, cache_implementation="static")
     rates: dict[str, list[float]] = {name: [] for name in ways}
     steps: dict[str, list[float]] = {name: [] for name in ways}
