@@ -24,6 +24,10 @@ HEADS_FILE = "medusa_lm_head.safetensors"
 CONFIG_FILE = "config.json"
 PROVENANCE_FILE = "provenance.json"
 DRAFT_VOCAB = "draft_vocab"
+ADAPTER_FOLDER = "adapter"
+"""In a checkpoint: a LoRA adapter that the backbone learned beside the heads (Medusa-2)."""
+BACKBONE_FOLDER = "backbone"
+"""In a checkpoint: the whole backbone, where it learned beside the heads or an adapter was folded into it."""
 FORMAT_VERSION = 1
 
 

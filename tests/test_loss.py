@@ -33,7 +33,7 @@ def test_value_and_gradient_against_the_formula(
 ) -> None:
     """Report R11: every head is trained, and as the formula says, position by position."""
     if chunked:
-        monkeypatch.setattr(loss_module, "CHUNKED_FROM", 1)
+        monkeypatch.setattr(loss_module, "CHUNK_ENTRIES", 1)
     config = MedusaConfig(num_heads=K, projection=projection, draft_vocab=draft, root_conditioned=True)
     heads = random_heads(config, transform)
     hidden, root = torch.randn(P, D), torch.randint(0, V, (P,))
