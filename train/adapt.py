@@ -1,6 +1,6 @@
 """What of a backbone learns in Medusa-2: adapters, all decoder layers, or the last ones."""
 
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -10,7 +10,7 @@ from medusa.model import MedusaModel
 from .config import JointSection
 
 
-def adapt_backbone(model: MedusaModel, options: JointSection, quantized: bool) -> PeftModel | None:
+def adapt_backbone(model: MedusaModel, options: JointSection) -> PeftModel | None:
     """Let the backbone learn as `options.method` says; its parameters that learn are fp32 afterwards.
 
     Returns:
@@ -20,7 +20,7 @@ def adapt_backbone(model: MedusaModel, options: JointSection, quantized: bool) -
         ValueError: an adapter would sit on weights that something else shares, or on no layer at all.
     """
     if options.method == "lora":
-        adapter = add_lora(model, options, quantized)
+        adapter = add_lora(model, options)
         model.backbone = Backbone(model.model)  # an LM head with an adapter is another module
         return adapter
     decoder = model.backbone.decoder
@@ -39,12 +39,9 @@ def adapt_backbone(model: MedusaModel, options: JointSection, quantized: bool) -
     return None
 
 
-def add_lora(model: MedusaModel, options: JointSection, quantized: bool) -> PeftModel:
+def add_lora(model: MedusaModel, options: JointSection) -> PeftModel:
     """Put low-rank adapters on the backbone's linear layers, in place."""
-    backbone = model.model
     refuse_shared_weights(model, options.lora_targets)
-    if quantized:
-        backbone = prepare_model_for_kbit_training(backbone, use_gradient_checkpointing=False)
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
@@ -53,7 +50,7 @@ def add_lora(model: MedusaModel, options: JointSection, quantized: bool) -> Peft
         task_type="CAUSAL_LM",
     )
     try:
-        adapter = get_peft_model(backbone, config)
+        adapter = get_peft_model(model.model, config)
     except ValueError as error:
         raise ValueError(f"joint.lora_targets is {list(options.lora_targets)}: {error}") from error
     assert isinstance(adapter, PeftModel)

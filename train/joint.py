@@ -91,7 +91,7 @@ def start_joint(run: Run, schedule: Schedule, first_step: int) -> Stage:
     """Make the backbone learn beside the heads, each at its own rate."""
     options = run.config.joint
     original = Original(run.model.backbone, drift_rows(run)) if run.accelerator.is_main_process else None
-    run.adapter = adapt_backbone(run.model, options, run.config.backbone.quantization != "none")
+    run.adapter = adapt_backbone(run.model, options)
     learning = learning_parameters(run.model.model)
     run.model.heads.requires_grad_(True)
     if run.config.optimization.gradient_checkpointing:

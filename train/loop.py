@@ -198,10 +198,8 @@ def finish(run: Run, stage: Stage, final: Path, tracker: Tracker) -> None:
     """Save what was trained in the backbone's dtype, and measure it on the held-out chats, if there are any."""
     config, model = run.config, run.model
     drift = None if stage.original is None else stage.original.drift(model.backbone)
-    model.heads.to(run.dtype)
     whole = config.joint.method in ("full", "last_layers")
-    if whole:
-        model.model.to(run.dtype)
+    (model if whole else model.heads).to(run.dtype)
     facts = provenance(config.optimization.seed) | {"config": as_dict(config)}
     model.save_pretrained(final, run.tokenizer, facts, run.adapter, with_backbone=whole)
     if drift is not None:
