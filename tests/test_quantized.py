@@ -36,10 +36,10 @@ def test_qlora(folder: Path, tmp_path: Path, bits: str, precision: str, monkeypa
     seen = {}
     original = loop_module.finish
 
-    def spy(run, stage, final, tracker):  # type: ignore[no-untyped-def]
+    def spy(run, stage, directory, tracker):  # type: ignore[no-untyped-def]
         seen["layers"] = {type(module).__name__ for module in run.model.model.modules()}
         seen["learned"] = {name: parameter.detach().clone() for name, parameter in stage.backbone.items()}
-        original(run, stage, final, tracker)
+        original(run, stage, directory, tracker)
 
     monkeypatch.setattr(loop_module, "finish", spy)
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -119,6 +119,14 @@ class JointSection:
 
 
 @dataclass
+class CacheSection:
+    """Hidden states of the frozen backbone on disk, computed once and read in every epoch."""
+
+    dir: str | None = None
+    """Folder of caches, on a disk that all machines share; none: run the backbone in every step."""
+
+
+@dataclass
 class OutputSection:
     """What is written, and how often."""
 
@@ -126,7 +134,11 @@ class OutputSection:
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     save_every: int = 500
-    """Steps between resumable checkpoints; the two newest are kept."""
+    """Steps between resumable checkpoints."""
+    keep: int = 2
+    """How many of them are kept."""
+    eval_every: int = 500
+    """Steps between measurements on data.eval; the heads with the most predicted tokens per step end up in best/."""
 
 
 @dataclass
@@ -139,6 +151,14 @@ class WandbSection:
 
 
 @dataclass
+class TrackingSection:
+    """Where metrics go besides metrics.jsonl and Weights & Biases."""
+
+    tensorboard: bool = False
+    """Write event files into the run's directory (needs the package tensorboard)."""
+
+
+@dataclass
 class TrainConfig:
     """A whole training run."""
 
@@ -147,8 +167,10 @@ class TrainConfig:
     data: DataSection = field(default_factory=DataSection)
     optimization: OptimizationSection = field(default_factory=OptimizationSection)
     joint: JointSection = field(default_factory=JointSection)
+    cache: CacheSection = field(default_factory=CacheSection)
     output: OutputSection = field(default_factory=OutputSection)
     wandb: WandbSection = field(default_factory=WandbSection)
+    tracking: TrackingSection = field(default_factory=TrackingSection)
 
     def check(self) -> None:
         """Refuse values that no run can use.
@@ -172,6 +194,8 @@ class TrainConfig:
             ("data.max_length", self.data.max_length),
             ("output.log_every", self.output.log_every),
             ("output.save_every", self.output.save_every),
+            ("output.keep", self.output.keep),
+            ("output.eval_every", self.output.eval_every),
         ):
             if number < 1:
                 raise ValueError(f"{key} is {number}; it must be at least 1")
@@ -199,6 +223,11 @@ class TrainConfig:
         ):
             if text not in allowed:
                 raise ValueError(f"{key} is {text!r}; allowed: {', '.join(allowed)}")
+        if self.data.recorded and self.cache.dir is not None:
+            raise ValueError(
+                f"data.recorded is true and cache.dir is {self.cache.dir!r}: both are hidden states to train from; "
+                "leave one out"
+            )
         if joint.loss == "teacher" and joint.method in ("full", "last_layers"):
             raise ValueError(
                 f"joint.loss is teacher and joint.method {joint.method}: the teacher is the backbone with its adapters "

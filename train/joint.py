@@ -8,16 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.model import MedusaModel
+from medusa.backbone import Backbone
 
 from . import loss as loss_module
 from .adapt import adapt_backbone, learning_parameters
 from .drift import Original
-from .hidden_states import padded
+from .hidden_states import LiveHiddenStates, padded
 from .loss import HeadLoss, divergence, in_chunks
 from .pairs import HeadBatch, head_targets, root_positions
-from .rows import load_rows
-from .run import Run, Stage, StepResult, apply_gradients
+from .run import HeldOut, Run, Stage, StepResult, apply_gradients
 from .schedule import Schedule
 from .supervision import IGNORE, TrainingRow
 
@@ -44,11 +43,12 @@ class JointLoss(nn.Module):
     """Summed losses of the backbone and of its heads; one module, for data parallelism."""
 
     def __init__(
-        self, model: MedusaModel, head_loss: HeadLoss, teacher: Callable[[], AbstractContextManager[None]] | None
+        self, backbone: Backbone, head_loss: HeadLoss, teacher: Callable[[], AbstractContextManager[None]] | None
     ) -> None:
         """`teacher` gives a context in which the backbone is what it was: it learns to stay that, else the text."""
         super().__init__()
-        self.model = model
+        self.model = backbone.model  # registered, so that data parallelism sees what learns in it
+        self.backbone = backbone
         self.head_loss = head_loss
         self.teacher = teacher
 
@@ -70,16 +70,16 @@ class JointLoss(nn.Module):
             ahead = None if reference is None else reference[start:stop]
             return self.backbone_loss(hidden[start:stop], batch.root[start:stop], ahead)
 
-        size = max(1, loss_module.CHUNK_ENTRIES // (self.model.backbone.vocab_size * (1 if reference is None else 2)))
+        size = max(1, loss_module.CHUNK_ENTRIES // (self.backbone.vocab_size * (1 if reference is None else 2)))
         return in_chunks(part, len(hidden), size), heads, sums, hidden.detach()
 
     def hidden(self, batch: JointBatch) -> Tensor:
         """The backbone's final hidden states where something is learned, [P, D]."""
-        return self.model.backbone.hidden(batch.input_ids, batch.attention_mask)[batch.row, batch.column]
+        return self.backbone.hidden(batch.input_ids, batch.attention_mask)[batch.row, batch.column]
 
     def backbone_loss(self, hidden: Tensor, root: Tensor, reference: Tensor | None) -> Tensor:
         """Cross-entropy on the roots, or KL from the distributions of the `reference` states; [P, D] and [P]."""
-        backbone = self.model.backbone
+        backbone = self.backbone
         logits = backbone.logits(hidden).float()  # [P, V]
         if reference is None:
             return F.cross_entropy(logits, root, reduction="sum")
@@ -90,8 +90,12 @@ class JointLoss(nn.Module):
 def start_joint(run: Run, schedule: Schedule, first_step: int) -> Stage:
     """Make the backbone learn beside the heads, each at its own rate."""
     options = run.config.joint
-    original = Original(run.model.backbone, drift_rows(run)) if run.accelerator.is_main_process else None
+    original = None
+    if run.accelerator.is_main_process:
+        original = Original(run.model.backbone, run.rows if run.held_out is None else run.held_out.rows)
     run.adapter = adapt_backbone(run.model, options)
+    if run.held_out is not None:
+        run.held_out = HeldOut(run.held_out.rows, LiveHiddenStates(run.model.backbone))
     learning = learning_parameters(run.model.model)
     run.model.heads.requires_grad_(True)
     if run.config.optimization.gradient_checkpointing:
@@ -108,19 +112,13 @@ def start_joint(run: Run, schedule: Schedule, first_step: int) -> Stage:
     if options.loss == "teacher":
         assert run.adapter is not None, "the teacher is the backbone with its adapter off"
         teacher = run.adapter.disable_adapter
-    loss = JointLoss(run.model, head_loss, teacher)
+    loss = JointLoss(run.model.backbone, head_loss, teacher)
     groups = [
         {"params": list(run.model.heads.parameters()), "lr": 0.0, "peak": options.learning_rate},
         {"params": list(learning.values()), "lr": 0.0, "peak": options.backbone_learning_rate},
     ]
     optimizer = torch.optim.AdamW(groups, weight_decay=run.config.optimization.weight_decay)
     return Stage("joint", schedule, first_step, run.accelerator.prepare(loss), optimizer, learning, original)
-
-
-def drift_rows(run: Run) -> list[TrainingRow]:
-    """Where drift is measured: the held-out rows, or else those of the training data."""
-    data = run.config.data
-    return run.rows if data.eval is None else load_rows(data.eval, run.tokenizer, data.max_length)[0]
 
 
 def take_joint_step(run: Run, stage: Stage, step: int) -> StepResult:

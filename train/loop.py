@@ -4,6 +4,7 @@ First the heads alone learn (Medusa-1, heads_stage.py), then, where it is asked 
 joint.py).
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,21 +16,24 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from omegaconf import OmegaConf
 
+from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.model import MedusaModel, load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 
 from .config import TrainConfig, save_config
-from .evaluate import accuracy, judge_file
 from .heads_stage import start_heads, take_heads_step
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
 from .joint import start_joint, take_joint_step
-from .metrics import step_metrics
+from .metrics import measure, step_metrics
+from .plot import plot_accuracy
 from .provenance import provenance
 from .rows import load_rows
-from .run import Run, Stage, StepResult
-from .run_state import load_newest_state, save_state
+from .run import HeldOut, Run, Stage, StepResult
+from .run_state import BEST, NEWEST, load_newest_state, save_state
 from .schedule import Schedule
+from .state_cache import cached_states
+from .stopping import stop_asked
 from .supervision import IGNORE, TrainingRow
 from .tracking import Tracker
 
@@ -45,48 +49,68 @@ def train(config: TrainConfig) -> Path:
 
     Raises:
         ValueError: the configuration, the data or the backbone cannot be used, or the loss stays non-finite.
+        SystemExit: with status 0, on SIGTERM, after the state was saved.
     """
     directory = Path(config.output.dir)
     run = prepare(config)
     stored = load_newest_state(directory / "states")
     step = 0 if stored is None else restore(run, stored)
-    tracker = None
-    if run.accelerator.is_main_process:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_config(config, directory / "config.yaml")
-        tracker = Tracker(directory, config.wandb, as_dict(config), step, stored["wandb_id"] if stored else None)
-
-    non_finite = 0
+    tracker = open_tracker(run, step, stored) if run.accelerator.is_main_process else None
     total = sum(schedule.steps for schedule in schedules(run))
-    with progress_bar("training", total, step, enabled=tracker is not None) as advance:
+    non_finite = 0
+    with (
+        progress_bar("training", total, step, enabled=tracker is not None) as advance,
+        stop_asked(run.accelerator) as stopping,
+    ):
         for stage in stages(run, step, stored):
             try:
                 while step < stage.last_step:
+                    started = time.perf_counter()
                     result = take_step(run, stage, step)
                     step += 1
                     advance(1)
                     non_finite = 0 if result.finite else non_finite + 1
                     if non_finite == NON_FINITE_LIMIT:
-                        raise ValueError(
-                            f"the loss was not finite for {NON_FINITE_LIMIT} steps in a row (last rows: "
-                            f"{', '.join(result.row_ids)}); lower {stage.name}'s learning rate "
-                            f"(optimization.learning_rate, joint.*learning_rate), or look at these rows with "
-                            f"`medusa inspect {config.data.train}`"
-                        )
-                    if tracker is not None and (step % config.output.log_every == 0 or step == stage.last_step):
-                        tracker.log(step, step_metrics(run, stage, result, step))
-                    if tracker is not None and (step % config.output.save_every == 0 or step == stage.last_step):
+                        raise ValueError(non_finite_message(config, stage, result))
+                    ended, stop = step == stage.last_step, stopping()
+                    if tracker is not None and (ended or step % config.output.log_every == 0):
+                        tracker.log(step, step_metrics(run, stage, result, step, time.perf_counter() - started))
+                    if tracker is not None and run.held_out is not None and step % config.output.eval_every == 0:
+                        evaluate(run, stage, step, tracker)
+                    if tracker is not None and (ended or stop or step % config.output.save_every == 0):
                         save(run, stage, step, tracker.run_id)
+                    if stop and step < total:
+                        run.accelerator.print(f"told to stop after step {step} of {total}; the same command continues")
+                        raise SystemExit(0)
             except KeyboardInterrupt:
                 if tracker is not None:
                     save(run, stage, step, tracker.run_id)
                 run.accelerator.print(f"stopped after step {step} of {total}; the same command continues there")
                 raise
     if tracker is not None:
-        finish(run, stage, directory / "final", tracker)
+        finish(run, stage, directory, tracker)
     run.accelerator.wait_for_everyone()
     run.accelerator.print(f"heads saved in {directory / 'final'}")
     return directory / "final"
+
+
+def open_tracker(run: Run, step: int, stored: dict[str, Any] | None) -> Tracker:
+    """Start or continue the run's log."""
+    config, directory = run.config, Path(run.config.output.dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_config(config, directory / "config.yaml")
+    facts = as_dict(config) | {"provenance": provenance(config.optimization.seed)}
+    run_id = None if stored is None else stored["wandb_id"]
+    return Tracker(directory, config.wandb, config.tracking, facts, step, run_id)
+
+
+def non_finite_message(config: TrainConfig, stage: Stage, result: StepResult) -> str:
+    """Why training stops, and what to do."""
+    rates = "optimization.learning_rate" if stage.name == "heads" else "joint.learning_rate and backbone_learning_rate"
+    return (
+        f"the loss was not finite for {NON_FINITE_LIMIT} steps in a row (last rows: {', '.join(result.row_ids)}); "
+        f"lower {rates}, or look at these rows with `medusa inspect {config.data.train}`"
+    )
 
 
 def prepare(config: TrainConfig) -> Run:
@@ -102,10 +126,26 @@ def prepare(config: TrainConfig) -> Run:
     backbone = load_backbone(section.path, section.dtype, {"": accelerator.device}, section.quantization)
     model = MedusaModel.attach(backbone, heads_config(config, rows))
     model.heads.float()
-    states: HiddenStates = LiveHiddenStates(model.backbone)
+    states = hidden_states(config, config.data.train, model.backbone, rows, accelerator)
+    held_out = None
+    if config.data.eval is not None:
+        eval_rows, _ = load_rows(config.data.eval, tokenizer, config.data.max_length)
+        held_out = HeldOut(eval_rows, hidden_states(config, config.data.eval, model.backbone, eval_rows, accelerator))
+    dtype = model.backbone.lm_weight.dtype
+    if isinstance(states, RecordedHiddenStates) and config.joint.method == "none":
+        model.backbone.decoder.to("meta")  # the heads learn without it; LM head and embedding are held elsewhere
+    return Run(config, accelerator, model, tokenizer, rows, states, held_out, dtype)
+
+
+def hidden_states(
+    config: TrainConfig, file: str, backbone: Backbone, rows: list[TrainingRow], accelerator: Accelerator
+) -> HiddenStates:
+    """Where the hidden states of a file's rows come from."""
     if config.data.recorded:
-        states = RecordedHiddenStates(recording_directory(Path(config.data.train)))
-    return Run(config, accelerator, model, tokenizer, rows, states, dtype=model.backbone.lm_weight.dtype)
+        return RecordedHiddenStates(recording_directory(Path(file)))
+    if config.cache.dir is not None:
+        return cached_states(Path(config.cache.dir), backbone, rows, accelerator)
+    return LiveHiddenStates(backbone)
 
 
 def schedules(run: Run) -> list[Schedule]:
@@ -132,10 +172,16 @@ def resumed(stage: Stage, stored: dict[str, Any] | None) -> Stage:
     """Give a stage what a stored state says of it, if the state was written in this stage."""
     if stored is not None and stored["stage"] == stage.name:
         stage.optimizer.load_state_dict(stored["optimizer"])
-        with torch.no_grad():
-            for name, parameter in stage.backbone.items():
-                parameter.copy_(stored["backbone"][name])
+        load_backbone_parameters(stage, stored)
+        stage.best = float(stored["best"])
     return stage
+
+
+@torch.no_grad()
+def load_backbone_parameters(stage: Stage, stored: dict[str, Any]) -> None:
+    """Give what of the backbone learns the values of a stored state."""
+    for name, parameter in stage.backbone.items():
+        parameter.copy_(stored["backbone"][name])
 
 
 def take_step(run: Run, stage: Stage, step: int) -> StepResult:
@@ -143,7 +189,17 @@ def take_step(run: Run, stage: Stage, step: int) -> StepResult:
     return take_heads_step(run, stage, step) if stage.name == "heads" else take_joint_step(run, stage, step)
 
 
-def save(run: Run, stage: Stage, step: int, wandb_id: str | None) -> None:
+def evaluate(run: Run, stage: Stage, step: int, tracker: Tracker) -> None:
+    """Measure the heads on the held-out chats, and keep them if they are the best so far."""
+    assert run.held_out is not None
+    measured = measure(run.model, run.held_out)
+    tracker.log(step, measured.metrics())
+    if measured.tokens_per_step > stage.best:
+        stage.best = measured.tokens_per_step
+        save(run, stage, step, tracker.run_id, BEST)
+
+
+def save(run: Run, stage: Stage, step: int, wandb_id: str | None, kind: str = NEWEST) -> None:
     """Write a resumable state."""
     state = {
         "step": step,
@@ -151,10 +207,12 @@ def save(run: Run, stage: Stage, step: int, wandb_id: str | None) -> None:
         "heads": run.model.heads.state_dict(),
         "backbone": {name: parameter.detach() for name, parameter in stage.backbone.items()},
         "optimizer": stage.optimizer.state_dict(),
+        "best": stage.best,
         "wandb_id": wandb_id,
         "config": as_dict(run.config),
     }
-    save_state(Path(run.config.output.dir) / "states", step, state)
+    keep = 1 if kind == BEST else run.config.output.keep
+    save_state(Path(run.config.output.dir) / "states", kind, step, state, keep)
 
 
 def restore(run: Run, stored: dict[str, Any]) -> int:
@@ -164,7 +222,7 @@ def restore(run: Run, stored: dict[str, Any]) -> int:
         ValueError: the state belongs to another configuration; the sections that differ are named.
     """
     now = as_dict(run.config)
-    sections = ("backbone", "heads", "data", "optimization", "joint")
+    sections = ("backbone", "heads", "data", "optimization", "joint")  # where states come from may change
     different = [name for name in sections if stored["config"][name] != now[name]]
     if different:
         raise ValueError(
@@ -194,23 +252,37 @@ def heads_config(config: TrainConfig, rows: list[TrainingRow]) -> MedusaConfig:
     )
 
 
-def finish(run: Run, stage: Stage, final: Path, tracker: Tracker) -> None:
-    """Save what was trained in the backbone's dtype, and measure it on the held-out chats, if there are any."""
-    config, model = run.config, run.model
-    drift = None if stage.original is None else stage.original.drift(model.backbone)
-    whole = config.joint.method in ("full", "last_layers")
-    (model if whole else model.heads).to(run.dtype)
-    facts = provenance(config.optimization.seed) | {"config": as_dict(config)}
-    model.save_pretrained(final, run.tokenizer, facts, run.adapter, with_backbone=whole)
+def finish(run: Run, stage: Stage, directory: Path, tracker: Tracker) -> None:
+    """Measure what was trained, and save it in the backbone's dtype: the last heads, and the best where others are."""
+    drift = None if stage.original is None else stage.original.drift(run.model.backbone)
     if drift is not None:
-        drift.save(final)
         tracker.log(stage.last_step, {f"drift/{name}": value for name, value in asdict(drift).items()})
-    if config.data.eval is not None:
-        recorded = config.data.recorded and stage.original is None  # a backbone that learned has other states
-        found = accuracy(judge_file(model, run.tokenizer, config.data.eval, config.data.max_length, recorded))
-        found.save(final)
-        tracker.log(stage.last_step, {f"eval/top1/head{k}": share for k, share in enumerate(found.top1)})
+    measured = None if run.held_out is None else measure(run.model, run.held_out)
+    write_checkpoint(run, directory / "final")
+    if drift is not None:
+        drift.save(directory / "final")
+    if measured is not None:
+        found = measured.accuracy
+        found.save(directory / "final")
+        tracker.log(stage.last_step, measured.metrics())
+        columns = ["head", "top-1", "top-5", "top-10", "positions"]
+        tracker.show(stage.last_step, columns, found.table(), plot_accuracy(found, directory / "final"))
+    if measured is not None and stage.best > measured.tokens_per_step:
+        best = load_newest_state(directory / "states", BEST)
+        assert best is not None, "the best state is written when it is found"
+        run.model.heads.load_state_dict(best["heads"])
+        load_backbone_parameters(stage, best)
+        write_checkpoint(run, directory / "best")
+        run.accelerator.print(f"better on {run.config.data.eval}: step {best['step']}, in {directory / 'best'}")
     tracker.close()
+
+
+def write_checkpoint(run: Run, directory: Path) -> None:
+    """Write the model as it is now; its trained weights are in the backbone's dtype from then on."""
+    whole = run.config.joint.method in ("full", "last_layers")
+    (run.model if whole else run.model.heads).to(run.dtype)
+    facts = provenance(run.config.optimization.seed) | {"config": as_dict(run.config)}
+    run.model.save_pretrained(directory, run.tokenizer, facts, run.adapter, with_backbone=whole)
 
 
 def as_dict(config: TrainConfig) -> dict[str, Any]:

@@ -21,6 +21,14 @@ from .supervision import TrainingRow
 
 
 @dataclass
+class HeldOut:
+    """Rows to measure on, and where their hidden states come from."""
+
+    rows: list[TrainingRow]
+    states: HiddenStates
+
+
+@dataclass
 class Run:
     """What all stages share."""
 
@@ -30,6 +38,7 @@ class Run:
     tokenizer: Any
     rows: list[TrainingRow]
     states: HiddenStates
+    held_out: HeldOut | None
     dtype: torch.dtype
     """What the trained weights are saved in: the backbone's own."""
     adapter: PeftModel | None = None
@@ -52,6 +61,8 @@ class Stage:
     """Parameters of the backbone that learn, by name."""
     original: Original | None = None
     """What the backbone said before it learned; on the main process."""
+    best: float = 0.0
+    """Most predicted tokens per step so far."""
 
     @property
     def last_step(self) -> int:
