@@ -8,13 +8,13 @@ import torch
 from chatml import save_tiny_chat_model
 from console import medusa
 from safetensors.torch import load_file
+from training import log, write_chats
+from training import run as run_tiny
 from transformers import AutoModelForCausalLM
 
 from medusa import MedusaModel
-from medusa.train import load_config, train
 from medusa.train import loop as loop_module
 
-CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 IDS = torch.arange(20, 40)[None]
 
 
@@ -25,25 +25,18 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    chats = [
-        [{"role": "user", "content": f"count {i}"}, {"role": "assistant", "content": f"{i} {i + 1} {i + 2}" * 2}]
-        for i in range(12)
-    ]
-    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    return file
+    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
 def run(model_path: Path, data: Path, out: Path, *overrides: str) -> Path:
-    base = [f"backbone.path={model_path}", f"data.train={data}", f"output.dir={out}", "joint.method=lora"]
-    base += ["optimization.max_steps=3", "joint.max_steps=6", "joint.warmup_steps=1", "joint.learning_rate=0.01"]
-    return train(load_config(CONFIG, [*base, "joint.backbone_learning_rate=0.01", "joint.lora_rank=4", *overrides]))
-
-
-def log(out: Path) -> list[dict[str, float]]:
-    """The log, without what depends on the machine's mood."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("positions_per_second", "memory_gb")} for line in lines]
+    options = [
+        "joint.method=lora",
+        "joint.lora_rank=4",
+        "joint.learning_rate=0.01",
+        "joint.backbone_learning_rate=0.01",
+    ]
+    options += ["optimization.max_steps=3", "joint.max_steps=6", "joint.warmup_steps=1"]
+    return run_tiny(model_path, data, out, *options, *overrides)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:

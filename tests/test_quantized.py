@@ -1,31 +1,25 @@
 """Backbones in 4 and 8 bits, by bitsandbytes on the CPU: heads train on them, and QLoRA adapters in them."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from chatml import save_tiny_chat_model
+from training import log, run, write_chats
 
 from medusa import MedusaModel
 from medusa.checkpoint import fingerprint
-from medusa.train import load_config, train
 from medusa.train import loop as loop_module
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install medusa-heads[quantization])")
-CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("user")
     save_tiny_chat_model(directory / "model")
-    chats = [
-        [{"role": "user", "content": f"count {i}"}, {"role": "assistant", "content": f"{i} {i + 1} {i + 2}" * 2}]
-        for i in range(8)
-    ]
-    (directory / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    write_chats(directory / "chats.jsonl", 8)
     return directory
 
 
@@ -43,15 +37,15 @@ def test_qlora(folder: Path, tmp_path: Path, bits: str, precision: str, monkeypa
 
     monkeypatch.setattr(loop_module, "finish", spy)
     AcceleratorState._reset_state(reset_partial_state=True)
-    overrides = [f"backbone.path={folder / 'model'}", f"data.train={folder / 'chats.jsonl'}", "joint.method=lora"]
-    overrides += [f"output.dir={tmp_path / 'run'}", f"backbone.quantization={bits}", "joint.learning_rate=0.01"]
-    overrides += ["optimization.max_steps=2", "joint.epochs=3", "joint.backbone_learning_rate=0.01"]
-    final = train(load_config(CONFIG, [*overrides, f"optimization.mixed_precision={precision}"]))
+    options = [f"backbone.quantization={bits}", f"optimization.mixed_precision={precision}", "joint.method=lora"]
+    options += ["optimization.max_steps=2", "joint.epochs=3"]
+    options += ["joint.learning_rate=0.01", "joint.backbone_learning_rate=0.01"]
+    final = run(folder / "model", folder / "chats.jsonl", tmp_path / "run", *options)
     AcceleratorState._reset_state(reset_partial_state=True)
     assert {"4bit": "Linear4bit", "8bit": "Linear8bitLt"}[bits] in seen["layers"]
     assert all(parameter.dtype == torch.float32 for parameter in seen["learned"].values())
     assert all(parameter.any() for name, parameter in seen["learned"].items() if "lora_B" in name)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = log(tmp_path / "run")
     assert lines[-2]["loss/backbone"] < 0.9 * lines[2]["loss/backbone"]
     model = MedusaModel.from_pretrained(final)
     assert fingerprint(model.backbone.lm_weight)

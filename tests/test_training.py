@@ -12,14 +12,12 @@ import torch
 from accelerate.state import AcceleratorState
 from chatml import save_tiny_chat_model
 from safetensors.torch import load_file
+from training import CONFIG, log, run, write_chats
 
 from medusa import MedusaModel
 from medusa.checkpoint import HEADS_FILE
 from medusa.train import heads_stage as heads_module
-from medusa.train import load_config, train
 from medusa.train import loop as loop_module
-
-CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -29,29 +27,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"count {i}"},
-                {"role": "assistant", "content": f"{i} {i + 1} {i + 2}" * 2},
-            ]
-        }
-        for i in range(12)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def run(model_path: Path, data: Path, out: Path, *overrides: str) -> Path:
-    base = [f"backbone.path={model_path}", f"data.train={data}", f"output.dir={out}"]
-    return train(load_config(CONFIG, [*base, *overrides]))
-
-
-def log(out: Path) -> list[dict[str, float]]:
-    """The log, without what depends on the machine's mood."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("positions_per_second", "memory_gb")} for line in lines]
+    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
 def weights(final: Path) -> dict[str, torch.Tensor]:

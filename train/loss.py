@@ -1,6 +1,7 @@
-"""The loss of the heads. P positions, n positions of a chunk, K heads, D hidden, Vd draft vocabulary."""
+"""The loss of the heads. P positions, n of a chunk, K heads, h of a chunk, D hidden, Vd draft vocabulary."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from medusa.heads import MedusaHeads
 from .supervision import IGNORE
 
 CHUNK_ENTRIES = 2**24
-"""At most so many logits (64 MB in fp32) exist at a time."""
+"""At most so many logits (64 MB in fp32) are made at a time."""
 
 
 class HeadLoss(nn.Module):
@@ -61,28 +62,33 @@ class HeadLoss(nn.Module):
             The weighted sum over the heads, a scalar, and each head's own unweighted sum, [K] (detached).
         """
         features = self.heads.features(hidden, root)  # [K, P, D]
+        count, positions = features.shape[:2]
         targets = self.heads.to_draft(targets)
-        count = len(features)
         ahead = F.pad(hidden.detach(), (0, 0, 0, count))  # [P + K, D]
 
-        def part(start: int, stop: int) -> Tensor:
-            return self.losses(features[:, start:stop], targets[start:stop], ahead[start + 1 : stop + count])
+        def part(first: int, last: int, start: int, stop: int) -> Tensor:
+            following = ahead[start + 1 + first : stop + last]
+            return self.losses(first, features[first:last, start:stop], targets[start:stop, first:last], following)
 
-        size = max(1, CHUNK_ENTRIES // (self.heads.draft_size * (count + (self.soft_labels > 0))))
-        losses = in_chunks(part, len(hidden), size)
+        size = max(1, CHUNK_ENTRIES // self.heads.draft_size)
+        if positions * count <= size:
+            losses = part(0, count, 0, positions)
+        else:  # head by head, so that the gradient of only one projection is being summed up at any time
+            losses = torch.cat([in_chunks(partial(part, k, k + 1), positions, size) for k in range(count)])
         decay = self.head_decay ** torch.arange(count, device=losses.device)
         return (losses * decay).sum(), losses.detach()
 
-    def losses(self, features: Tensor, targets: Tensor, ahead: Tensor) -> Tensor:
-        """Each head's sum over some positions.
+    def losses(self, first: int, features: Tensor, targets: Tensor, ahead: Tensor) -> Tensor:
+        """Sums of some heads over some positions.
 
         Args:
-            features: what the projections see, [K, n, D].
-            targets: indices in the draft vocabulary or IGNORE, [n, K].
-            ahead: the hidden states from the second position on, and K-1 more, [n + K - 1, D].
+            first: the first of these h heads.
+            features: what the projections see, [h, n, D].
+            targets: indices in the draft vocabulary or IGNORE, [n, h].
+            ahead: the hidden states that the first head's soft labels come from, and h-1 more, [n + h - 1, D].
 
         Returns:
-            [K].
+            [h].
         """
         teacher = None
         if self.soft_labels > 0:
@@ -90,13 +96,13 @@ class HeadLoss(nn.Module):
             weight, bias = self.teacher
             teacher = self.heads.transform(F.linear(ahead.to(weight.dtype), weight, bias)).float().log_softmax(dim=-1)
         sums = []
-        for k in range(len(features)):
-            keep = targets[:, k] != IGNORE
-            logits = self.heads.transform(self.heads.project(features[k][keep], k)).float()  # [kept, Vd]
-            loss = F.cross_entropy(logits, targets[keep, k], reduction="sum", label_smoothing=self.label_smoothing)
+        for i in range(len(features)):
+            keep = targets[:, i] != IGNORE
+            logits = self.heads.transform(self.heads.project(features[i][keep], first + i)).float()  # [kept, Vd]
+            loss = F.cross_entropy(logits, targets[keep, i], reduction="sum", label_smoothing=self.label_smoothing)
             if teacher is not None:
                 # A pair counts only if all tokens between are of the same answer: position p+1+k is t+1+k.
-                soft = divergence(logits, teacher[k : k + len(keep)][keep])
+                soft = divergence(logits, teacher[i : i + len(keep)][keep])
                 loss = (1 - self.soft_labels) * loss + self.soft_labels * soft
             sums.append(loss)
         return torch.stack(sums)
