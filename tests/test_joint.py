@@ -1,6 +1,10 @@
 """Medusa-2: heads alone, then heads and backbone; what learns, what it is compared with, what is saved."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +12,7 @@ import torch
 from chatml import save_tiny_chat_model
 from console import medusa
 from safetensors.torch import load_file
-from training import log, write_chats
+from training import CONFIG, log, write_chats
 from training import run as run_tiny
 from transformers import AutoModelForCausalLM
 
@@ -157,3 +161,30 @@ def test_accumulation_and_batch_size_are_the_same_thing(model_path: Path, data: 
         a, b = load_file(whole / file), load_file(parts / file)
         for name in a:
             torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [("joint.loss=teacher",), ("joint.loss=teacher", "optimization.shard=true")])
+def test_two_processes_equal_one(model_path: Path, data: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Reports R15, T5: data parallel, and split over both by FSDP2; stopped in the middle of the joint stage, too."""
+    common = ["joint.method=lora", "joint.lora_rank=4", "optimization.max_steps=1", "joint.max_steps=2"]
+    common += ["joint.lora_dropout=0", "joint.warmup_steps=1", "optimization.max_grad_norm=0.1", f"data.eval={data}"]
+    common += [options[0], "output.eval_every=1", "output.save_every=1"]
+    one = run_tiny(model_path, data, tmp_path / "one", *common, "optimization.batch_size=8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "medusa.train"]
+    command += ["--config", str(CONFIG), f"backbone.path={model_path}", f"data.train={data}"]
+    command += [f"output.dir={tmp_path / 'two'}", "optimization.batch_size=4", *common, *options]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    for attempt in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        two = tmp_path / "two" / "final"
+        for file in ("medusa_lm_head.safetensors", "adapter/adapter_model.safetensors"):
+            a, b = load_file(one / file), load_file(two / file)
+            assert a.keys() == b.keys()
+            for name in a:
+                torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=2e-6, msg=f"{attempt} {name}")
+        assert json.loads((two / "drift.json").read_text()) == pytest.approx(
+            json.loads((one / "drift.json").read_text()), rel=1e-3, abs=1e-6
+        )
+        shutil.rmtree(two)
+        shutil.rmtree(sorted((tmp_path / "two" / "states").glob("step-*"))[-1])  # go on from the one before

@@ -81,6 +81,8 @@ class OptimizationSection:
     """Of the cross-entropy."""
     gradient_checkpointing: bool = False
     """Compute the backbone's layers again in the backward pass of the joint stage, to save memory."""
+    shard: bool = False
+    """Split backbone, heads and optimizer over the processes in the joint stage (FSDP2), not a copy on each."""
     mixed_precision: str = "none"
     """none, bf16 or fp16 (YAML reads a bare no as false); the heads' weights are fp32 always."""
     seed: int = 0

@@ -11,13 +11,14 @@ from torch.nn import functional as F
 from medusa.backbone import Backbone
 
 from . import loss as loss_module
-from .adapt import adapt_backbone, learning_parameters
+from .adapt import adapt_backbone, decoder_layers, learning_parameters
 from .drift import Original
 from .hidden_states import LiveHiddenStates, padded
 from .loss import HeadLoss, divergence, in_chunks
 from .pairs import HeadBatch, head_targets, root_positions
 from .run import HeldOut, Run, Stage, StepResult, apply_gradients
 from .schedule import Schedule
+from .sharding import shard
 from .supervision import IGNORE, TrainingRow
 
 
@@ -96,7 +97,6 @@ def start_joint(run: Run, schedule: Schedule, first_step: int) -> Stage:
     run.adapter = adapt_backbone(run.model, options)
     if run.held_out is not None:
         run.held_out = HeldOut(run.held_out.rows, LiveHiddenStates(run.model.backbone))
-    learning = learning_parameters(run.model.model)
     run.model.heads.requires_grad_(True)
     if run.config.optimization.gradient_checkpointing:
         # Reentrant checkpoints give no gradient behind frozen inputs.
@@ -112,13 +112,18 @@ def start_joint(run: Run, schedule: Schedule, first_step: int) -> Stage:
     if options.loss == "teacher":
         assert run.adapter is not None, "the teacher is the backbone with its adapter off"
         teacher = run.adapter.disable_adapter
-    loss = JointLoss(run.model.backbone, head_loss, teacher)
+    loss: nn.Module = JointLoss(run.model.backbone, head_loss, teacher)
+    if run.config.optimization.shard:
+        loss = shard(loss, decoder_layers(run.model.backbone), run.accelerator)
+    else:
+        loss = run.accelerator.prepare(loss)
+    learning = learning_parameters(run.model.model)
     groups = [
         {"params": list(run.model.heads.parameters()), "lr": 0.0, "peak": options.learning_rate},
         {"params": list(learning.values()), "lr": 0.0, "peak": options.backbone_learning_rate},
     ]
     optimizer = torch.optim.AdamW(groups, weight_decay=run.config.optimization.weight_decay)
-    return Stage("joint", schedule, first_step, run.accelerator.prepare(loss), optimizer, learning, original)
+    return Stage("joint", schedule, first_step, loss, optimizer, learning, original)
 
 
 def take_joint_step(run: Run, stage: Stage, step: int) -> StepResult:

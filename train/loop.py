@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from omegaconf import OmegaConf
+from torch.distributed.fsdp import FSDPModule
 
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
 from medusa.model import MedusaModel, load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 
+from .adapt import adapt_backbone, learning_parameters
 from .config import TrainConfig, save_config
 from .heads_stage import start_heads, take_heads_step
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
@@ -32,6 +34,7 @@ from .rows import load_rows
 from .run import HeldOut, Run, Stage, StepResult
 from .run_state import BEST, NEWEST, load_newest_state, save_state
 from .schedule import Schedule
+from .sharding import gathered, load_optimizer_state, optimizer_state, split_like, whole
 from .state_cache import cached_states
 from .stopping import stop_asked
 from .supervision import IGNORE, TrainingRow
@@ -55,11 +58,11 @@ def train(config: TrainConfig) -> Path:
     run = prepare(config)
     stored = load_newest_state(directory / "states")
     step = 0 if stored is None else restore(run, stored)
-    tracker = open_tracker(run, step, stored) if run.accelerator.is_main_process else None
+    tracker = open_tracker(run, step, stored)
     total = sum(schedule.steps for schedule in schedules(run))
     non_finite = 0
     with (
-        progress_bar("training", total, step, enabled=tracker is not None) as advance,
+        progress_bar("training", total, step, enabled=tracker.active) as advance,
         stop_asked(run.accelerator) as stopping,
     ):
         for stage in stages(run, step, stored):
@@ -73,21 +76,25 @@ def train(config: TrainConfig) -> Path:
                     if non_finite == NON_FINITE_LIMIT:
                         raise ValueError(non_finite_message(config, stage, result))
                     ended, stop = step == stage.last_step, stopping()
-                    if tracker is not None and (ended or step % config.output.log_every == 0):
-                        tracker.log(step, step_metrics(run, stage, result, step, time.perf_counter() - started))
-                    if tracker is not None and run.held_out is not None and step % config.output.eval_every == 0:
+                    seconds = time.perf_counter() - started
+                    if ended or step % config.output.log_every == 0:
+                        with gathered(stage.loss):
+                            tracker.log(step, step_metrics(run, stage, result, step, seconds))
+                    if run.held_out is not None and step % config.output.eval_every == 0:
                         evaluate(run, stage, step, tracker)
-                    if tracker is not None and (ended or stop or step % config.output.save_every == 0):
+                    if ended or stop or step % config.output.save_every == 0:
                         save(run, stage, step, tracker.run_id)
                     if stop and step < total:
                         run.accelerator.print(f"told to stop after step {step} of {total}; the same command continues")
                         raise SystemExit(0)
             except KeyboardInterrupt:
-                if tracker is not None:
+                if not isinstance(stage.loss, FSDPModule):  # to put together what is split, all ranks must be here
                     save(run, stage, step, tracker.run_id)
                 run.accelerator.print(f"stopped after step {step} of {total}; the same command continues there")
                 raise
-    if tracker is not None:
+    if config.optimization.shard and config.joint.method != "none":
+        put_together(run, stage)
+    if run.accelerator.is_main_process:
         finish(run, stage, directory, tracker)
     run.accelerator.wait_for_everyone()
     run.accelerator.print(f"heads saved in {directory / 'final'}")
@@ -96,12 +103,13 @@ def train(config: TrainConfig) -> Path:
 
 def open_tracker(run: Run, step: int, stored: dict[str, Any] | None) -> Tracker:
     """Start or continue the run's log."""
-    config, directory = run.config, Path(run.config.output.dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_config(config, directory / "config.yaml")
+    config, directory, active = run.config, Path(run.config.output.dir), run.accelerator.is_main_process
+    if active:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_config(config, directory / "config.yaml")
     facts = as_dict(config) | {"provenance": provenance(config.optimization.seed)}
     run_id = None if stored is None else stored["wandb_id"]
-    return Tracker(directory, config.wandb, config.tracking, facts, step, run_id)
+    return Tracker(directory, config.wandb, config.tracking, facts, step, run_id, active)
 
 
 def non_finite_message(config: TrainConfig, stage: Stage, result: StepResult) -> str:
@@ -118,6 +126,7 @@ def prepare(config: TrainConfig) -> Run:
     options = config.optimization
     precision = "no" if options.mixed_precision == "none" else options.mixed_precision
     accelerator = Accelerator(mixed_precision=precision)
+    refuse_launcher(accelerator)
     set_seed(options.seed)
     tokenizer = load_tokenizer(config.backbone.path)
     rows, report = load_rows(config.data.train, tokenizer, config.data.max_length)
@@ -148,6 +157,20 @@ def hidden_states(
     return LiveHiddenStates(backbone)
 
 
+def refuse_launcher(accelerator: Accelerator) -> None:
+    """The loop takes its own optimizer steps, and splits what it needs to split itself.
+
+    Raises:
+        ValueError: accelerate was told to use DeepSpeed, its own FSDP, or something else of that kind.
+    """
+    kind = accelerator.distributed_type
+    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise ValueError(
+            f"accelerate was told to use {kind.value}; launch with distributed_type MULTI_GPU (configs/accelerate/), and "
+            "set optimization.shard=true to split backbone and optimizer over the processes"
+        )
+
+
 def schedules(run: Run) -> list[Schedule]:
     """Of the stages of the run: the heads alone, and then, where the backbone learns too, both."""
     options, joint = run.config.optimization, run.config.joint
@@ -171,7 +194,7 @@ def stages(run: Run, step: int, stored: dict[str, Any] | None) -> Iterator[Stage
 def resumed(stage: Stage, stored: dict[str, Any] | None) -> Stage:
     """Give a stage what a stored state says of it, if the state was written in this stage."""
     if stored is not None and stored["stage"] == stage.name:
-        stage.optimizer.load_state_dict(stored["optimizer"])
+        load_optimizer_state(stage.optimizer, stored["optimizer"])
         load_backbone_parameters(stage, stored)
         stage.best = float(stored["best"])
     return stage
@@ -181,7 +204,7 @@ def resumed(stage: Stage, stored: dict[str, Any] | None) -> Stage:
 def load_backbone_parameters(stage: Stage, stored: dict[str, Any]) -> None:
     """Give what of the backbone learns the values of a stored state."""
     for name, parameter in stage.backbone.items():
-        parameter.copy_(stored["backbone"][name])
+        parameter.copy_(split_like(stored["backbone"][name], parameter))
 
 
 def take_step(run: Run, stage: Stage, step: int) -> StepResult:
@@ -192,7 +215,8 @@ def take_step(run: Run, stage: Stage, step: int) -> StepResult:
 def evaluate(run: Run, stage: Stage, step: int, tracker: Tracker) -> None:
     """Measure the heads on the held-out chats, and keep them if they are the best so far."""
     assert run.held_out is not None
-    measured = measure(run.model, run.held_out)
+    with gathered(stage.loss):
+        measured = measure(run.model, run.held_out)
     tracker.log(step, measured.metrics())
     if measured.tokens_per_step > stage.best:
         stage.best = measured.tokens_per_step
@@ -200,19 +224,20 @@ def evaluate(run: Run, stage: Stage, step: int, tracker: Tracker) -> None:
 
 
 def save(run: Run, stage: Stage, step: int, wandb_id: str | None, kind: str = NEWEST) -> None:
-    """Write a resumable state."""
+    """Write a resumable state. All ranks must be here where it is split over them; the main process writes."""
     state = {
         "step": step,
         "stage": stage.name,
-        "heads": run.model.heads.state_dict(),
-        "backbone": {name: parameter.detach() for name, parameter in stage.backbone.items()},
-        "optimizer": stage.optimizer.state_dict(),
+        "heads": {name: whole(tensor) for name, tensor in run.model.heads.state_dict().items()},
+        "backbone": {name: whole(parameter) for name, parameter in stage.backbone.items()},
+        "optimizer": optimizer_state(stage.optimizer),
         "best": stage.best,
         "wandb_id": wandb_id,
         "config": as_dict(run.config),
     }
     keep = 1 if kind == BEST else run.config.output.keep
-    save_state(Path(run.config.output.dir) / "states", kind, step, state, keep)
+    if run.accelerator.is_main_process:
+        save_state(Path(run.config.output.dir) / "states", kind, step, state, keep)
 
 
 def restore(run: Run, stored: dict[str, Any]) -> int:
@@ -250,6 +275,25 @@ def heads_config(config: TrainConfig, rows: list[TrainingRow]) -> MedusaConfig:
         draft_vocab=vocab,
         root_conditioned=heads.root_conditioned,
     )
+
+
+def put_together(run: Run, stage: Stage) -> None:
+    """Replace a model that is split over the ranks by a whole one, on the main process."""
+    heads = {name: whole(tensor) for name, tensor in run.model.heads.state_dict().items()}
+    learned = {name: whole(parameter) for name, parameter in stage.backbone.items()}
+    if not run.accelerator.is_main_process:
+        return
+    section = run.config.backbone
+    backbone = load_backbone(section.path, section.dtype, {"": run.accelerator.device}, section.quantization)
+    run.model = MedusaModel.attach(backbone, run.model.config)
+    run.model.heads.float()
+    run.model.heads.load_state_dict(heads)
+    run.adapter = adapt_backbone(run.model, run.config.joint)
+    stage.backbone = learning_parameters(run.model.model)
+    load_backbone_parameters(stage, {"backbone": learned})
+    if run.held_out is not None:
+        run.held_out = HeldOut(run.held_out.rows, LiveHiddenStates(run.model.backbone))
+    run.model.eval()
 
 
 def finish(run: Run, stage: Stage, directory: Path, tracker: Tracker) -> None:

@@ -17,6 +17,7 @@ from .drift import Original
 from .hidden_states import HiddenStates
 from .pairs import HeadBatch
 from .schedule import Schedule
+from .sharding import whole
 from .supervision import TrainingRow
 
 
@@ -101,4 +102,4 @@ def apply_gradients(run: Run, stage: Stage, parameters: Iterable[nn.Parameter], 
     if finite:
         stage.optimizer.step()
     stage.optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+    return float(whole(norm))

@@ -20,6 +20,7 @@ class Tracker:
         config: dict[str, Any],
         step: int,
         run_id: str | None,
+        active: bool,
     ) -> None:
         """Open the log; lines of steps after `step` are from a run that was cut off and are dropped.
 
@@ -30,8 +31,14 @@ class Tracker:
             config: the resolved configuration and provenance, shown there.
             step: the step that the run continues after.
             run_id: the Weights & Biases run to continue, if any.
+            active: whether this is the main process; others call the same methods, and nothing happens.
         """
+        self.active = active
         self.file = directory / "metrics.jsonl"
+        self.run: Any = None
+        self.writer: Any = None
+        if not active:
+            return
         kept = []
         if self.file.exists():
             for line in self.file.read_text().splitlines():
@@ -41,8 +48,6 @@ class Tracker:
                 except (json.JSONDecodeError, KeyError):
                     continue  # a line torn by a crash
         self.file.write_text("".join(kept))
-        self.run: Any = None
-        self.writer: Any = None
         if section.enabled:
             self._try("Weights & Biases", lambda: self._open_wandb(directory, section, config, run_id))
         if tracking.tensorboard:
@@ -55,6 +60,8 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line."""
+        if not self.active:
+            return
         with self.file.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self.run is not None:
