@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from chatml import save_tiny_chat_model
 from safetensors.torch import load_file
 from training import CONFIG, log, run, write_chats
@@ -205,3 +207,8 @@ def test_bf16_backbone_still_trains_fp32_heads(model_path: Path, data: Path, tmp
     assert all(tensor.dtype == torch.float32 for tensor in state["heads"].values())
     assert all(tensor.any() for tensor in state["heads"].values())
     assert all(tensor.dtype == torch.bfloat16 for name, tensor in weights(final).items() if name != "draft_vocab")
+
+
+def test_launchers_that_split_the_model_themselves_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"told to use DEEPSPEED.*optimization.shard=true"):
+        loop_module.refuse_launcher(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))  # type: ignore[arg-type]

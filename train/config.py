@@ -280,6 +280,13 @@ def save_config(config: TrainConfig, file: Path) -> None:
     file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
+def as_dict(config: TrainConfig) -> dict[str, Any]:
+    """The configuration as plain values."""
+    container = OmegaConf.to_container(OmegaConf.structured(config))
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
 def check_keys(given: Any, section: Any, source: str, prefix: str = "") -> None:
     """Refuse keys that `section` does not have.
 

@@ -7,14 +7,11 @@ joint.py).
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from omegaconf import OmegaConf
 from torch.distributed.fsdp import FSDPModule
 
 from medusa.backbone import Backbone
@@ -22,19 +19,18 @@ from medusa.config import MedusaConfig
 from medusa.model import MedusaModel, load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 
-from .adapt import adapt_backbone, learning_parameters
-from .config import TrainConfig, save_config
+from .config import TrainConfig, as_dict, save_config
+from .finish import finish, put_together
 from .heads_stage import start_heads, take_heads_step
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
 from .joint import start_joint, take_joint_step
 from .metrics import measure, step_metrics
-from .plot import plot_accuracy
 from .provenance import provenance
 from .rows import load_rows
-from .run import HeldOut, Run, Stage, StepResult
+from .run import HeldOut, Run, Stage, StepResult, load_backbone_parameters
 from .run_state import BEST, NEWEST, load_newest_state, save_state
 from .schedule import Schedule
-from .sharding import gathered, load_optimizer_state, optimizer_state, split_like, whole
+from .sharding import gathered, load_optimizer_state, optimizer_state, whole
 from .state_cache import cached_states
 from .stopping import stop_asked
 from .supervision import IGNORE, TrainingRow
@@ -166,8 +162,8 @@ def refuse_launcher(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise ValueError(
-            f"accelerate was told to use {kind.value}; launch with distributed_type MULTI_GPU (configs/accelerate/), and "
-            "set optimization.shard=true to split backbone and optimizer over the processes"
+            f"accelerate was told to use {kind.value}; launch with distributed_type MULTI_GPU (configs/accelerate/), "
+            "and set optimization.shard=true to split backbone and optimizer over the processes"
         )
 
 
@@ -198,13 +194,6 @@ def resumed(stage: Stage, stored: dict[str, Any] | None) -> Stage:
         load_backbone_parameters(stage, stored)
         stage.best = float(stored["best"])
     return stage
-
-
-@torch.no_grad()
-def load_backbone_parameters(stage: Stage, stored: dict[str, Any]) -> None:
-    """Give what of the backbone learns the values of a stored state."""
-    for name, parameter in stage.backbone.items():
-        parameter.copy_(split_like(stored["backbone"][name], parameter))
 
 
 def take_step(run: Run, stage: Stage, step: int) -> StepResult:
@@ -275,62 +264,3 @@ def heads_config(config: TrainConfig, rows: list[TrainingRow]) -> MedusaConfig:
         draft_vocab=vocab,
         root_conditioned=heads.root_conditioned,
     )
-
-
-def put_together(run: Run, stage: Stage) -> None:
-    """Replace a model that is split over the ranks by a whole one, on the main process."""
-    heads = {name: whole(tensor) for name, tensor in run.model.heads.state_dict().items()}
-    learned = {name: whole(parameter) for name, parameter in stage.backbone.items()}
-    if not run.accelerator.is_main_process:
-        return
-    section = run.config.backbone
-    backbone = load_backbone(section.path, section.dtype, {"": run.accelerator.device}, section.quantization)
-    run.model = MedusaModel.attach(backbone, run.model.config)
-    run.model.heads.float()
-    run.model.heads.load_state_dict(heads)
-    run.adapter = adapt_backbone(run.model, run.config.joint)
-    stage.backbone = learning_parameters(run.model.model)
-    load_backbone_parameters(stage, {"backbone": learned})
-    if run.held_out is not None:
-        run.held_out = HeldOut(run.held_out.rows, LiveHiddenStates(run.model.backbone))
-    run.model.eval()
-
-
-def finish(run: Run, stage: Stage, directory: Path, tracker: Tracker) -> None:
-    """Measure what was trained, and save it in the backbone's dtype: the last heads, and the best where others are."""
-    drift = None if stage.original is None else stage.original.drift(run.model.backbone)
-    if drift is not None:
-        tracker.log(stage.last_step, {f"drift/{name}": value for name, value in asdict(drift).items()})
-    measured = None if run.held_out is None else measure(run.model, run.held_out)
-    write_checkpoint(run, directory / "final")
-    if drift is not None:
-        drift.save(directory / "final")
-    if measured is not None:
-        found = measured.accuracy
-        found.save(directory / "final")
-        tracker.log(stage.last_step, measured.metrics())
-        columns = ["head", "top-1", "top-5", "top-10", "positions"]
-        tracker.show(stage.last_step, columns, found.table(), plot_accuracy(found, directory / "final"))
-    if measured is not None and stage.best > measured.tokens_per_step:
-        best = load_newest_state(directory / "states", BEST)
-        assert best is not None, "the best state is written when it is found"
-        run.model.heads.load_state_dict(best["heads"])
-        load_backbone_parameters(stage, best)
-        write_checkpoint(run, directory / "best")
-        run.accelerator.print(f"better on {run.config.data.eval}: step {best['step']}, in {directory / 'best'}")
-    tracker.close()
-
-
-def write_checkpoint(run: Run, directory: Path) -> None:
-    """Write the model as it is now; its trained weights are in the backbone's dtype from then on."""
-    whole = run.config.joint.method in ("full", "last_layers")
-    (run.model if whole else run.model.heads).to(run.dtype)
-    facts = provenance(run.config.optimization.seed) | {"config": as_dict(run.config)}
-    run.model.save_pretrained(directory, run.tokenizer, facts, run.adapter, with_backbone=whole)
-
-
-def as_dict(config: TrainConfig) -> dict[str, Any]:
-    """The configuration as plain values."""
-    container = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}

@@ -17,7 +17,7 @@ from .drift import Original
 from .hidden_states import HiddenStates
 from .pairs import HeadBatch
 from .schedule import Schedule
-from .sharding import whole
+from .sharding import split_like, whole
 from .supervision import TrainingRow
 
 
@@ -103,3 +103,10 @@ def apply_gradients(run: Run, stage: Stage, parameters: Iterable[nn.Parameter], 
         stage.optimizer.step()
     stage.optimizer.zero_grad(set_to_none=True)
     return float(whole(norm))
+
+
+@torch.no_grad()
+def load_backbone_parameters(stage: Stage, stored: dict[str, Any]) -> None:
+    """Give what of the backbone learns the values of a stored state."""
+    for name, parameter in stage.backbone.items():
+        parameter.copy_(split_like(stored["backbone"][name], parameter))

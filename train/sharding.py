@@ -19,7 +19,10 @@ def shard(loss: nn.Module, layers: Iterable[nn.Module], accelerator: Accelerator
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(loss, mesh=mesh)
+    split = fully_shard(loss, mesh=mesh)
+    mine = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in split.parameters())
+    accelerator.print(f"split with FSDP2: {mine} of {sum(p.numel() for p in split.parameters())} parameters are here")
+    return split
 
 
 @contextmanager
