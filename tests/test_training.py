@@ -212,3 +212,12 @@ def test_bf16_backbone_still_trains_fp32_heads(model_path: Path, data: Path, tmp
 def test_launchers_that_split_the_model_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match=r"told to use DEEPSPEED.*optimization.shard=true"):
         loop_module.refuse_launcher(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))  # type: ignore[arg-type]
+
+
+def test_heads_start_where_others_ended(model_path: Path, data: Path, tmp_path: Path) -> None:
+    first = run(model_path, data, tmp_path / "first", "optimization.epochs=4")
+    second = run(model_path, data, tmp_path / "second", "optimization.max_steps=1", f"heads.init_from={first}")
+    assert log(tmp_path / "second")[0]["loss"] < 0.8 * log(tmp_path / "first")[0]["loss"]
+    assert torch.equal(weights(first)["draft_vocab"], weights(second)["draft_vocab"])
+    with pytest.raises(ValueError, match=r"missing 3\.0\.linear\.weight"):
+        run(model_path, data, tmp_path / "third", "heads.num_heads=4", f"heads.init_from={first}")

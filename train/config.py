@@ -41,6 +41,8 @@ class HeadsSection:
     root_conditioned: bool = False
     draft_vocab_size: int | None = None
     """Let the heads choose from the most frequent tokens of the training answers only; none: the whole vocabulary."""
+    init_from: str | None = None
+    """Checkpoint of heads of the same shape to start from, with its draft vocabulary; none: start as the LM head."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ joint.py).
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from accelerate.utils import DistributedType, set_seed
 from torch.distributed.fsdp import FSDPModule
 
 from medusa.backbone import Backbone
+from medusa.checkpoint import HEADS_FILE, check_tensors, read_heads
 from medusa.config import MedusaConfig
+from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel, load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 
@@ -131,6 +133,8 @@ def prepare(config: TrainConfig) -> Run:
     backbone = load_backbone(section.path, section.dtype, {"": accelerator.device}, section.quantization)
     model = MedusaModel.attach(backbone, heads_config(config, rows))
     model.heads.float()
+    if config.heads.init_from is not None:
+        init_heads(model.heads, Path(config.heads.init_from))
     states = hidden_states(config, config.data.train, model.backbone, rows, accelerator)
     held_out = None
     if config.data.eval is not None:
@@ -140,6 +144,17 @@ def prepare(config: TrainConfig) -> Run:
     if isinstance(states, RecordedHiddenStates) and config.joint.method == "none":
         model.backbone.decoder.to("meta")  # the heads learn without it; LM head and embedding are held elsewhere
     return Run(config, accelerator, model, tokenizer, rows, states, held_out, dtype)
+
+
+def init_heads(heads: MedusaHeads, directory: Path) -> None:
+    """Start from the heads of a checkpoint.
+
+    Raises:
+        ValueError: it is missing or damaged, or its heads are of another shape; every tensor that differs is named.
+    """
+    tensors, _ = read_heads(directory)
+    check_tensors(directory / HEADS_FILE, tensors, heads.state_dict())
+    heads.load_state_dict(tensors)
 
 
 def hidden_states(
@@ -251,8 +266,10 @@ def restore(run: Run, stored: dict[str, Any]) -> int:
 def heads_config(config: TrainConfig, rows: list[TrainingRow]) -> MedusaConfig:
     """The heads' architecture, the draft vocabulary counted from the rows' answers."""
     heads = config.heads
-    vocab = None
-    if heads.draft_vocab_size is not None:
+    vocab: Sequence[int] | None = None
+    if heads.init_from is not None:
+        _, vocab = read_heads(Path(heads.init_from))
+    elif heads.draft_vocab_size is not None:
         if heads.draft_vocab_size < 1:
             raise ValueError(f"heads.draft_vocab_size is {heads.draft_vocab_size}; it must be at least 1, or null")
         counts = Counter(label for row in rows for label in row.labels if label != IGNORE)

@@ -19,10 +19,11 @@ def shard(loss: nn.Module, layers: Iterable[nn.Module], accelerator: Accelerator
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    split = fully_shard(loss, mesh=mesh)
-    mine = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in split.parameters())
-    accelerator.print(f"split with FSDP2: {mine} of {sum(p.numel() for p in split.parameters())} parameters are here")
-    return split
+    fully_shard(loss, mesh=mesh)
+    parameters = list(loss.parameters())
+    here = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
+    accelerator.print(f"split with FSDP2: {here} of {sum(p.numel() for p in parameters)} parameters are here")
+    return loss
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def gathered(loss: nn.Module) -> Iterator[None]:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank; all ranks must call it together where it is split."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def split_like(stored: Tensor, parameter: Tensor) -> Tensor:
