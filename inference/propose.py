@@ -22,13 +22,25 @@ PROPOSALS: tuple[Proposal, ...] = get_args(Proposal)
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """How siblings were drawn: what acceptance must know to stay exact."""
+
+    q: Tensor
+    """The distributions, [B, Q, V]."""
+    q_of: Tensor
+    """Which of them the children of each node were drawn from, [N]."""
+    mixed: bool = False
+    """Whether only the last sibling was drawn, and the others chosen. Else all were, without replacement."""
+
+
+@dataclass(frozen=True)
 class Candidates:
     """A filled tree."""
 
     tokens: Tensor
-    """[B, N]; -1 where a node stays empty because its head had nothing left to draw."""
-    q: Tensor | None = None
-    """Where siblings are drawn: the distribution of each head, [B, K, V]."""
+    """[B, N]; -1 where a node stays empty, as where its head had nothing left to draw."""
+    drawn: Drawn | None = None
+    """None where nothing was drawn: candidates follow from the text."""
 
 
 def propose(heads: MedusaHeads, hidden: Tensor, root: Tensor, layout: TreeLayout) -> Candidates:
@@ -100,7 +112,8 @@ def propose_by_chance(
         else:
             value, index = perturbed[:, k].topk(count, dim=-1)
         tokens[:, children] = torch.where(value > -torch.inf, heads.to_vocab(index), NO_TOKEN)
-    return Candidates(tokens, _over_vocabulary(heads, log_q.exp(), vocab_size))
+    # Children of a node at depth k were drawn from head k.
+    return Candidates(tokens, Drawn(_over_vocabulary(heads, log_q.exp(), vocab_size), layout.depths[0], mixed))
 
 
 def _over_vocabulary(heads: MedusaHeads, q: Tensor, vocab_size: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .accept import NO_TOKEN, Typical, accept_fixed, accept_mixed, accept_sampled
 from .draws import Draws
 from .layout import TreeLayout
-from .propose import Candidates, Proposal
+from .propose import Candidates
 from .request import Row
 from .warp import probabilities, processed_scores
 
@@ -20,9 +20,7 @@ Path = list[int]
 """Accepted nodes, from the root on."""
 
 
-def walk_exact(
-    rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, proposal: Proposal, draws: Draws
-) -> list[Path]:
+def walk_exact(rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, draws: Draws) -> list[Path]:
     """Accept what keeps the backbone's distribution; the accepted tokens and the bonus token are emitted to the rows.
 
     Args:
@@ -30,7 +28,6 @@ def walk_exact(
         candidates: the filled tree.
         logits: the backbone's after each node, [B, N, V].
         layout: the tree.
-        proposal: how the candidates were made.
         draws: the dice.
 
     Returns:
@@ -45,7 +42,7 @@ def walk_exact(
         scores = processed_scores(here, [row.context for row in here], raw)
         p = probabilities(here, scores)
         children = [layout.children_of(b, node) for b, node in zip(active, nodes, strict=True)]
-        token, child = _decide(p, candidates, active, children, layout, proposal, draws)
+        token, child = _decide(p, candidates, active, nodes, children, draws)
         walking = []
         for i, (b, next_token, which) in enumerate(zip(active, token.tolist(), child.tolist(), strict=True)):
             rows[b].emit(next_token, scores[i], raw[i])
@@ -60,21 +57,24 @@ def _decide(
     p: Tensor,
     candidates: Candidates,
     active: list[int],
+    nodes: list[int],
     children: list[list[int]],
-    layout: TreeLayout,
-    proposal: Proposal,
     draws: Draws,
 ) -> tuple[Tensor, Tensor]:
-    """Apply the rule that fits the proposal: the next token [R], and which child of its node carries it [R]."""
+    """Apply the rule that fits how the children of `nodes` came about.
+
+    Returns the next token of each active row, [R], and which child of its node carries it, [R].
+    """
     tokens = _tokens_of(candidates.tokens, active, children)  # [R, C]
-    if proposal == "top_k" or tokens.shape[1] == 0:
+    drawn = candidates.drawn
+    if drawn is None or tokens.shape[1] == 0:
         return accept_fixed(p, tokens, draws)
-    assert candidates.q is not None
-    first = [nodes[0] if nodes else 0 for nodes in children]
-    q = candidates.q[active, layout.depths[0, first].sub(1).clamp(min=0)].to(p.dtype)  # [R, V]
-    if proposal == "sampled":
+    # Of a node without children no q is needed, and its index may be of none.
+    index = drawn.q_of[nodes].clamp(max=drawn.q.shape[1] - 1)
+    q = drawn.q[active, index].to(p.dtype)  # [R, V]
+    if not drawn.mixed:
         return accept_sampled(p, q, tokens, draws)
-    counts = torch.tensor([len(nodes) for nodes in children], device=p.device)
+    counts = torch.tensor([len(group) for group in children], device=p.device)
     last = counts.sub(1).clamp(min=0)[:, None]
     sampled = torch.where(counts > 0, tokens.gather(1, last)[:, 0], NO_TOKEN)
     token, child = accept_mixed(p, q, tokens.scatter(1, last, NO_TOKEN), sampled, draws)

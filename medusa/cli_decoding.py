@@ -173,7 +173,7 @@ def _answer_one(speaker: "Speaker", text: str, show_accepted: bool, as_json: boo
         note(summary(stats))
         return
     said: list[Piece] = list(pieces)
-    figures = {"text": text_of(said), **figures_of(stats), "tree_nodes": speaker.decoder.tree.num_nodes}
+    figures = {"text": text_of(said), **figures_of(stats), "tree_nodes": speaker.decoder.proposer.sizes[-1]}
     if show_accepted:
         figures["pieces"] = [{"text": piece.text, "accepted": piece.accepted} for piece in said if piece.text]
     print(json.dumps(figures))

@@ -17,10 +17,10 @@ from medusa import CandidateTree
 from medusa.calibration import Calibration
 from medusa.inference import DynamicTree, MedusaDecoder
 from medusa.inference import tree_choice as tree_choice_module
-from medusa.inference.decoder import DecodingState
 from medusa.inference.dynamic_tree import DynamicLayout
 from medusa.inference.layout import TreeLayout
 from medusa.inference.propose import Candidates
+from medusa.inference.proposer import DecodingState
 from medusa.tree_search import search_tree
 
 pytestmark = pytest.mark.decoding

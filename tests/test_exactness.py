@@ -18,10 +18,10 @@ from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 from medusa import CandidateTree
 from medusa.inference import MedusaDecoder, Typical, walk
 from medusa.inference.accept import NO_TOKEN, accept_sampled
-from medusa.inference.decoder import DecodingState
 from medusa.inference.draws import Draws
 from medusa.inference.layout import TreeLayout
 from medusa.inference.propose import PROPOSALS, Candidates, Proposal
+from medusa.inference.proposer import DecodingState
 from medusa.inference.walk import Path
 
 pytestmark = pytest.mark.decoding
