@@ -22,7 +22,7 @@ from .cache import TreeCache
 from .compiled import CompiledVerify, check_sizes, why_not_compile
 from .draws import CertainDraws, RandomDraws, dice
 from .dynamic_tree import DynamicTree
-from .head_proposer import HeadProposer, propose_with_heads
+from .head_proposer import HeadProposer
 from .layout import TreeLayout
 from .propose import Candidates, Proposal
 from .proposer import DecodingState, Proposer
@@ -30,6 +30,7 @@ from .refusals import check_one_row, check_rope_switch
 from .request import Request, Row, prepare
 from .result import DecodingStats, GenerationResult, gather
 from .tree_attention import install
+from .tree_choice import propose_with_heads
 from .verify import check_tree_attention, prefill, verify
 from .walk import Path, walk_exact, walk_typical
 

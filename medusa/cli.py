@@ -170,6 +170,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         "layers": entries.get("medusa_num_layers", 1),
         "projection": entries.get("medusa_projection", "own"),
         "root_conditioned": entries.get("medusa_root_conditioned", False),
+        "sequential": entries.get("medusa_sequential", False),
         "hidden_size": entries.get("hidden_size"),
         "vocab_size": entries.get("vocab_size"),
         "draft_vocab_size": None if draft_vocab is None else len(draft_vocab),

@@ -111,6 +111,7 @@ class MedusaModel(nn.Module):
             projection=entries.get("medusa_projection", "own"),
             draft_vocab=draft_vocab,
             root_conditioned=entries.get("medusa_root_conditioned", False),
+            sequential=entries.get("medusa_sequential", False),
         )
         parts = Backbone(backbone)
         check_backbone(directory, entries, parts)
