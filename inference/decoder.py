@@ -47,7 +47,7 @@ class MedusaDecoder:
         model: MedusaModel | PreTrainedModel,
         tree: str | CandidateTree | DynamicTree | Sequence[Sequence[int]] = "auto",
         acceptance: Literal["exact", "typical"] | Typical = "exact",
-        proposal: Proposal = "top_k",
+        proposal: Proposal | Literal["auto"] = "auto",
         pack_weights: bool | Literal["auto"] = False,
         compile: bool = False,
         proposer: Proposer | None = None,
@@ -63,6 +63,7 @@ class MedusaDecoder:
                 accepts more when sampling and does not.
             proposal: where siblings come from when sampling: "top_k" the heads' likeliest tokens, "sampled" drawn
                 from the heads without replacement, "mixed" the likeliest and one drawn from the rest. All are exact.
+                "auto" is "sampled", which accepts most, where acceptance is exact and the tree is not dynamic.
             pack_weights: verify with a packed copy of half-precision weights; see `medusa.packed_linear`. "auto", with
                 tree="auto" or "dynamic": where they can be packed and that is faster here.
             compile: compile the verify pass and the heads, for single prompts. The first step then takes long, and
@@ -92,8 +93,10 @@ class MedusaDecoder:
                     f"{type(model).__name__} carries no heads; give a MedusaModel, or something else that proposes: "
                     "proposer="
                 )
-            if self.typical is not None and proposal != "top_k":
+            if self.typical is not None and proposal not in ("auto", "top_k"):
                 raise ValueError(f"proposal={proposal!r} is for exact acceptance; typical acceptance takes 'top_k'")
+            if self.typical is not None:
+                proposal = "top_k"
             self.backbone, self.proposer = propose_with_heads(model, tree, proposal, pack_weights, compiles)
         else:
             if pack_weights is True:

@@ -73,7 +73,8 @@ class HeadProposer:
         heads, hidden, root, layout = self.heads, state.hidden, state.root, self.layout
         if isinstance(layout, DynamicLayout):
             return propose_dynamic(heads, hidden, root, layout)
-        by_chance = self.proposal != "top_k" and layout.num_nodes > 1
+        chance = torch.tensor([row.do_sample for row in state.rows], device=root.device)
+        by_chance = self.proposal != "top_k" and layout.num_nodes > 1 and bool(chance.any())
         if not by_chance and heads.config.sequential:
             return Candidates(propose_by_level(heads, hidden, root, self.levels, layout.num_nodes)), layout
         if not by_chance:
@@ -85,10 +86,10 @@ class HeadProposer:
         mixed, dice = self.proposal == "mixed", state.generator
         if heads.config.sequential:
             candidates = propose_by_level_and_chance(
-                heads, hidden, root, self.levels, layout.num_nodes, self.vocab_size, warp, mixed, dice
+                heads, hidden, root, self.levels, layout.num_nodes, self.vocab_size, warp, mixed, chance, dice
             )
         else:
-            candidates = propose_by_chance(heads, hidden, root, layout, self.vocab_size, warp, mixed, dice)
+            candidates = propose_by_chance(heads, hidden, root, layout, self.vocab_size, warp, mixed, chance, dice)
         return candidates, layout
 
     def commit(self, paths: list[Path]) -> None:

@@ -94,6 +94,7 @@ def propose_by_level_and_chance(
     vocab_size: int,
     warp: Callable[[Tensor], Tensor],
     mixed: bool,
+    chance: Tensor,
     generator: torch.Generator | None,
 ) -> Candidates:
     """Like `propose_by_level`, but siblings are drawn, behind each parent anew; arguments as there, and:
@@ -102,6 +103,7 @@ def propose_by_level_and_chance(
         vocab_size: V.
         warp: what is done to the heads' logits [B, W, Vd] before drawing: the temperature, for one.
         mixed: whether the likeliest tokens come first and only the last sibling is drawn.
+        chance: bool [B]; other rows, which are greedy, take the likeliest tokens.
         generator: the dice.
     """
     tokens = root[:, None].repeat(1, num_nodes)
@@ -110,7 +112,7 @@ def propose_by_level_and_chance(
     for depth, level in enumerate(levels):
         # Behind an empty node nothing is accepted, whatever is drawn there.
         log_q = drawable(warp(level_logits(heads, depth, hidden, tokens.clamp(min=0), level).float()))  # [B, W, Vd]
-        perturbed = perturb(log_q, generator)
+        perturbed = perturb(log_q, chance, generator)
         first = 0
         for i, count in enumerate(level.counts):
             children = level.children[first : first + count]

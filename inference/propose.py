@@ -73,6 +73,7 @@ def propose_by_chance(
     vocab_size: int,
     warp: Callable[[Tensor], Tensor],
     mixed: bool,
+    chance: Tensor,
     generator: torch.Generator | None,
 ) -> Candidates:
     """Like `propose`, but siblings are drawn from the heads; a node's rank only says how many siblings it has.
@@ -88,10 +89,11 @@ def propose_by_chance(
         vocab_size: V.
         warp: what is done to the heads' logits [B, K, Vd] before drawing: the temperature, for one.
         mixed: whether the likeliest tokens come first and only the last sibling is drawn.
+        chance: bool [B]; other rows, which are greedy, take the likeliest tokens.
         generator: the dice.
     """
     log_q = drawable(warp(heads(hidden, root).transpose(0, 1).float()))  # [B, K, Vd]
-    perturbed = perturb(log_q, generator)
+    perturbed = perturb(log_q, chance, generator)
     tokens = torch.full((len(root), layout.num_nodes), NO_TOKEN, device=root.device)
     tokens[:, 0] = root
     depths = layout.depths[0].tolist()
@@ -109,13 +111,14 @@ def drawable(scores: Tensor) -> Tensor:
     return log_q.masked_fill(log_q.exp() < torch.finfo(log_q.dtype).tiny, -torch.inf)
 
 
-def perturb(log_q: Tensor, generator: torch.Generator | None) -> Tensor:
-    """log q + Gumbel noise: the largest is a draw from q, the next ones are draws without replacement.
+def perturb(log_q: Tensor, chance: Tensor, generator: torch.Generator | None) -> Tensor:
+    """log q [B, .., Vd] + Gumbel noise: the largest is a draw from q, the next ones are draws without replacement.
 
-    Exponential noise is finer near 0 than uniform noise near 1, whose 24 bits would draw tokens with q < 1e-6 too
-    rarely.
+    Rows without `chance` get no noise. Exponential noise is finer near 0 than uniform noise near 1, whose 24 bits would
+    draw tokens with q < 1e-6 too rarely.
     """
-    return log_q - torch.empty_like(log_q).exponential_(generator=generator).log()
+    noise = torch.empty_like(log_q).exponential_(generator=generator).log()
+    return log_q - noise * chance[:, None, None]
 
 
 def draw_siblings(heads: MedusaHeads, log_q: Tensor, perturbed: Tensor, count: int, mixed: bool) -> Tensor:

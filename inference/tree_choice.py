@@ -36,7 +36,7 @@ WORTH_TIMING = 0.7
 def propose_with_heads(
     model: MedusaModel,
     tree: str | CandidateTree | DynamicTree | Sequence[Sequence[int]],
-    proposal: Proposal,
+    proposal: Proposal | Literal["auto"],
     pack_weights: bool | Literal["auto"],
     compiles: bool,
 ) -> tuple[Backbone, HeadProposer]:
@@ -45,9 +45,12 @@ def propose_with_heads(
     Raises:
         ValueError: an argument is not allowed, the tree does not fit the heads, or the backbone cannot verify trees.
     """
+    dynamic = tree == "dynamic" or isinstance(tree, DynamicTree)
+    if proposal == "auto":
+        proposal = "top_k" if dynamic else "sampled"
     if proposal not in PROPOSALS:
-        raise ValueError(f"proposal is {proposal!r}; allowed: {', '.join(map(repr, PROPOSALS))}")
-    if proposal != "top_k" and (tree == "dynamic" or isinstance(tree, DynamicTree)):
+        raise ValueError(f"proposal is {proposal!r}; allowed: 'auto', {', '.join(map(repr, PROPOSALS))}")
+    if proposal != "top_k" and dynamic:
         raise ValueError(
             f"proposal={proposal!r} draws siblings, and a dynamic tree would choose among them by what was drawn, "
             "which is not exact; a dynamic tree takes 'top_k'"

@@ -27,7 +27,7 @@ Epsilon = Annotated[
     float | None, typer.Option(help="With --acceptance typical: how unlikely a guess may be; unsaid: 0.09.")
 ]
 Guesses = Annotated[
-    str, typer.Option("--proposal", help="How heads choose guesses when tokens are drawn: top_k, sampled or mixed.")
+    str, typer.Option("--proposal", help="How heads choose guesses when tokens are drawn: auto, top_k, sampled, mixed.")
 ]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop after this text; can be given several times.")]
 ShowAccepted = Annotated[bool, typer.Option("--show-accepted", help="Mark what the heads guessed in green.")]
@@ -51,7 +51,7 @@ def generate(
     seed: Seed = None,
     acceptance: Acceptance = "exact",
     epsilon: Epsilon = None,
-    proposal: Guesses = "top_k",
+    proposal: Guesses = "auto",
     stop: Stop = None,
     show_accepted: ShowAccepted = False,
     pack_weights: PackWeights = None,
@@ -84,7 +84,7 @@ def chat(
     seed: Seed = None,
     acceptance: Acceptance = "exact",
     epsilon: Epsilon = None,
-    proposal: Guesses = "top_k",
+    proposal: Guesses = "auto",
     stop: Stop = None,
     show_accepted: ShowAccepted = False,
     pack_weights: PackWeights = None,

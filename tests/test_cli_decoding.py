@@ -225,7 +225,7 @@ def test_verify_ends_with_1_where_rounding_explains_nothing(
         (["generate", "heads", "--prompt", "a", "--top-k", "5"], "--top-k is for drawn tokens"),
         (["generate", "heads", "--prompt", "a", "--epsilon", "0.1"], "--epsilon is for --acceptance typical"),
         (["generate", "heads", "--prompt", "a", "--acceptance", "fast"], "acceptance is 'fast'; allowed: 'exact'"),
-        (["generate", "heads", "--prompt", "a", "--proposal", "fast"], "proposal is 'fast'; allowed: 'top_k'"),
+        (["generate", "heads", "--prompt", "a", "--proposal", "fast"], "proposal is 'fast'; allowed: 'auto', 'top_k'"),
         (["generate", "heads", "--prompt", "x" * 600], "the prompt has"),
         (["generate", "absent", "--prompt", "a"], "'absent' is neither a directory nor a repository"),
         (["chat", "absent"], "'absent' is neither a directory nor a repository"),

@@ -55,7 +55,16 @@ def test_acceptance_is_told_what_each_node_drew_from(mixed: bool) -> None:
     hidden, root = torch.randn(2, 32, dtype=torch.float64), torch.tensor([42, 7])
     layout = TreeLayout.of(tree, CPU)
     candidates = propose_by_level_and_chance(
-        heads, hidden, root, levels_of(layout), layout.num_nodes, VOCAB, lambda x: x / 2, mixed, None
+        heads,
+        hidden,
+        root,
+        levels_of(layout),
+        layout.num_nodes,
+        VOCAB,
+        lambda x: x / 2,
+        mixed,
+        torch.tensor([True, False]),
+        None,
     )
     assert candidates.drawn is not None
     assert candidates.drawn.mixed is mixed
@@ -69,5 +78,7 @@ def test_acceptance_is_told_what_each_node_drew_from(mixed: bool) -> None:
             drawn = [tokens[child] for child in children]
             assert len(set(drawn)) == len(drawn)
             assert all(token in DRAFT for token in drawn)
-            if mixed:
+            if row == 1:  # greedy
+                assert drawn == expected.argsort(descending=True)[: len(drawn)].tolist()
+            elif mixed:
                 assert drawn[:-1] == expected.argsort(descending=True)[: len(drawn) - 1].tolist()
