@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from .cli_bench import bench
 from .cli_common import Checkpoint, Dtype, Json, fail, load, show
 from .cli_decoding import chat, generate
 from .cli_verify import verify
@@ -219,5 +220,5 @@ def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length
         console.print(text)
 
 
-for decoding_command in (verify, generate, chat):
+for decoding_command in (verify, generate, chat, bench):
     app.command()(decoding_command)

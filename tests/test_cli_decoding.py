@@ -77,7 +77,7 @@ def test_generate_says_what_generate_says(checkpoint: Path, answers: dict[str, s
 
 def test_options_reach_the_decoder(checkpoint: Path, answers: dict[str, str]) -> None:
     line = ("generate", checkpoint, "--prompt", "one", "--max-new-tokens", 12)
-    drawn = (*line, "--temperature", 2, "--top-k", 0, "--top-p", 1, "--seed")
+    drawn = (*line, "--temperature", 2, "--top-k", 0, "--top-p", 1, "--nodes", 4, "--seed")
     assert medusa(*drawn, 1) == medusa(*drawn, 1)
     assert len({medusa(*drawn, seed) for seed in range(3)} | {answers["one"] + "\n"}) == 4
     for extra in (("--proposal", "sampled"), ("--proposal", "mixed"), ("--acceptance", "typical", "--epsilon", 0.2)):
