@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-from prompt_file import OWN_PROMPTS, encode, read_questions
+from prompt_file import OWN_PROMPTS, read_prompts
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -48,7 +48,7 @@ def main() -> None:
     decoder = MedusaDecoder(model, tree=tree, pack_weights=arguments.pack_weights)
     tokenizer = load_tokenizer(arguments.checkpoint)
     count = max(arguments.sizes)
-    prompts = [encode(tokenizer, question)[0] for question in read_questions(arguments.prompts, 1)[:count]]
+    prompts = read_prompts(arguments.prompts, 1, tokenizer)[:count]
     if len(prompts) < count:
         raise SystemExit(f"{arguments.prompts} has {len(prompts)} categories, too few for --sizes {count}")
     options = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
@@ -68,9 +68,8 @@ def main() -> None:
     tokens = dict.fromkeys(seconds, 0)
     for run in ways.values():
         run(prompts[:1])  # warm up
-    starts = range(0, count)
     with progress_bar("decoding", len(ways) * sum(-(-count // size) for size in arguments.sizes)) as advance:
-        for start in starts:
+        for start in range(count):
             for name, size in seconds:
                 if start % size == 0:
                     begin = time.perf_counter()
