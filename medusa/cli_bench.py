@@ -109,26 +109,34 @@ def _names(methods: str) -> list[str]:
 def _methods(model: "MedusaModel", names: list[str]) -> tuple["MedusaDecoder", dict[str, "Method"]]:
     """The methods that were asked for, and the decoder with the tree that is fastest here."""
     from medusa.inference import MedusaDecoder
-    from medusa.inference.bench import decoder_method, generate_method
 
     decoder = MedusaDecoder(model, tree="auto", pack_weights="auto")
-    packed = decoder.backbone is not model.backbone
     ways: dict[str, Method] = {}
     for name in names:
-        if name == "generate":
-            ways[name] = generate_method(model.model, {})
-        elif name == "prompt-lookup":
-            ways[name] = generate_method(model.model, {"prompt_lookup_num_tokens": 10})
-        elif name == "static":
-            ways[name] = generate_method(model.model, {"cache_implementation": "static"})
-        elif name == "heads":
-            ways[name] = decoder_method(decoder)
-        elif name == "dynamic":
-            ways[name] = decoder_method(MedusaDecoder(model, tree="dynamic", pack_weights="auto"))
-        else:
-            compiled = MedusaDecoder(model, tree=decoder.tree, pack_weights=packed, compile=True)
-            ways[name] = decoder_method(compiled)
+        try:
+            ways[name] = _method(name, model, decoder)
+        except ValueError as error:  # such as a dynamic tree for sequential heads
+            note(f"{name}: {error}")
     return decoder, ways
+
+
+def _method(name: str, model: "MedusaModel", decoder: "MedusaDecoder") -> "Method":
+    """One of METHODS; `decoder` is the one with the fastest tree."""
+    from medusa.inference import MedusaDecoder
+    from medusa.inference.bench import decoder_method, generate_method
+
+    if name == "generate":
+        return generate_method(model.model, {})
+    if name == "prompt-lookup":
+        return generate_method(model.model, {"prompt_lookup_num_tokens": 10})
+    if name == "static":
+        return generate_method(model.model, {"cache_implementation": "static"})
+    if name == "heads":
+        return decoder_method(decoder)
+    if name == "dynamic":
+        return decoder_method(MedusaDecoder(model, tree="dynamic", pack_weights="auto"))
+    packed = decoder.backbone is not model.backbone
+    return decoder_method(MedusaDecoder(model, tree=decoder.tree, pack_weights=packed, compile=True))
 
 
 def _facts(model: "MedusaModel", checkpoint: str, questions: Path | None, decoder: "MedusaDecoder") -> dict[str, Any]:
