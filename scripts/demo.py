@@ -43,6 +43,8 @@ NODES = 16
 """Size of the tree of the fp32 check, where outputs must be identical."""
 CHECKED_TOKENS = 64
 """Longest answer there."""
+SHOWN = 2
+"""How many answers in bf16 are shown, and looked at for why they differ, which takes as long as decoding plainly."""
 STARTED = time.perf_counter()
 console = Console()
 
@@ -219,7 +221,7 @@ def report(model_path: Path, found: HeadAccuracy, exact: ExactCheck, fast: tuple
     console.print(table)
 
     tokenizer = load_tokenizer(str(model_path))
-    for comparison in fast_runs.comparisons[:2]:
+    for comparison in fast_runs.comparisons[:SHOWN]:
         answers = {"without heads": comparison.plain, "with heads": comparison.medusa}
         panels = [
             Panel(tokenizer.decode(tokens, skip_special_tokens=True), title=title, width=58)
@@ -228,7 +230,7 @@ def report(model_path: Path, found: HeadAccuracy, exact: ExactCheck, fast: tuple
         question = tokenizer.decode(comparison.prompt[0], skip_special_tokens=True)
         console.print(question.strip(), style="bold", markup=False, highlight=False)
         console.print(Columns(panels))
-    for number, run in enumerate(fast_runs.comparisons):
+    for number, run in enumerate(fast_runs.comparisons[:SHOWN]):
         difference = explain(fast_decoder.model.backbone, run.prompt, run.plain, run.medusa)
         if difference is not None and difference.choice is not None:
             choice = difference.choice
