@@ -115,7 +115,7 @@ def _methods(model: "MedusaModel", names: list[str]) -> tuple["MedusaDecoder", d
     for name in names:
         try:
             ways[name] = _method(name, model, decoder)
-        except ValueError as error:  # such as a dynamic tree for sequential heads
+        except ValueError as error:  # such as a dynamic tree without a searched one
             note(f"{name}: {error}")
     return decoder, ways
 
