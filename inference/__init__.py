@@ -6,6 +6,8 @@ if __name__ == "inference":
 from .accept import Typical
 from .decoder import MedusaDecoder
 from .dynamic_tree import DynamicTree
+from .lookup import Lookup
 from .result import DecodingStats, GenerationResult
+from .step_sizes import StepSizes
 
-__all__ = ["DecodingStats", "DynamicTree", "GenerationResult", "MedusaDecoder", "Typical"]
+__all__ = ["DecodingStats", "DynamicTree", "GenerationResult", "Lookup", "MedusaDecoder", "StepSizes", "Typical"]
