@@ -19,7 +19,9 @@ class StepSizes:
 
     def __post_init__(self) -> None:
         if not self.sizes or self.sizes[0] != 1 or list(self.sizes) != sorted(set(self.sizes)):
-            raise ValueError(f"sizes of steps are {self.sizes}; give 1, for steps without a guess, and then larger ones")
+            raise ValueError(
+                f"sizes of steps are {self.sizes}; give 1, for steps without a guess, and then larger ones"
+            )
         if (self.seconds is None) != (self.tokens_per_second is None):
             raise ValueError(
                 f"seconds is {self.seconds} and tokens_per_second {self.tokens_per_second}; give both, or neither to "

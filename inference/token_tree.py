@@ -65,9 +65,7 @@ def grow(continue_: Callable[[Tokens], Continuations], num_nodes: int, min_chanc
     return tree
 
 
-def lay_out(
-    trees: list[TokenTree], root: Tensor, num_nodes: int
-) -> tuple[Candidates, TreeLayout]:
+def lay_out(trees: list[TokenTree], root: Tensor, num_nodes: int) -> tuple[Candidates, TreeLayout]:
     """Trees of B rows as tensors on the device of `root` [B]; each is cut, or filled up with -1, to `num_nodes`."""
     cut = [tree.cut(num_nodes) for tree in trees]
     tokens = torch.tensor([[*tree.tokens, *[NO_TOKEN] * (num_nodes - 1 - len(tree.tokens))] for tree in cut])
