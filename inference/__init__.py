@@ -3,7 +3,7 @@
 if __name__ == "inference":
     raise ImportError("import medusa.inference: the bare folder would be a second copy of the package")
 
-from .accept import Typical
+from .accept import Blockwise, Typical
 from .combined import HeadsAndLookup
 from .decoder import MedusaDecoder
 from .dynamic_tree import DynamicTree
@@ -12,6 +12,7 @@ from .result import DecodingStats, GenerationResult
 from .step_sizes import StepSizes
 
 __all__ = [
+    "Blockwise",
     "DecodingStats",
     "DynamicTree",
     "GenerationResult",

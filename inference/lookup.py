@@ -15,9 +15,10 @@ from .step_sizes import StepSizes
 from .token_tree import Continuations, Tokens, grow, lay_out
 from .walk import Path
 
-PRIOR = (0.3, 0.5, 0.6, 0.7, 0.75)
+PRIOR = (0.29, 0.52, 0.61, 0.69, 0.92)
 """How often the next token is among those that followed the same run of 1, 2, ... tokens before, where no longer run is
-known; runs longer than the table are like its last."""
+known; the last is for runs of at least its length. Counted over 150 greedy answers (17,000 tokens) of
+SmolLM2-135M-Instruct to chat prompts."""
 PRIOR_WEIGHT = 10.0
 """The table counts as much as so many tokens of the request."""
 

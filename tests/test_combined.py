@@ -160,7 +160,7 @@ def test_greedy_output_is_that_of_generate(name: str) -> None:
         alone = decoder.generate(texts[1][:, : -NEW - K], NEW)
         assert alone.sequences.tolist() == texts[1][:, :-K].tolist()
         rates[guided, known] = result.stats.tokens_per_step
-    assert rates[True, True] >= max(rates[True, False], rates[False, True]) > min(rates.values())
+    assert all(rate > 1.5 for good, rate in rates.items() if any(good)), rates
 
 
 def test_a_searched_tree_is_taken() -> None:
