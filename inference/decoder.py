@@ -22,7 +22,7 @@ from .cache import TreeCache
 from .compiled import CompiledVerify, check_sizes, why_not_compile
 from .draws import CertainDraws, RandomDraws, dice
 from .dynamic_tree import DynamicTree
-from .head_proposer import HeadProposer, propose_with_heads
+from .head_proposer import HeadProposer
 from .layout import TreeLayout
 from .propose import Candidates, Proposal
 from .proposer import DecodingState, Proposer
@@ -30,6 +30,7 @@ from .refusals import check_one_row, check_rope_switch
 from .request import Request, Row, prepare
 from .result import DecodingStats, GenerationResult, gather
 from .tree_attention import install
+from .tree_choice import propose_with_heads
 from .verify import check_tree_attention, prefill, verify
 from .walk import Path, walk_blockwise, walk_exact, walk_typical
 
@@ -46,7 +47,7 @@ class MedusaDecoder:
         model: MedusaModel | PreTrainedModel,
         tree: str | CandidateTree | DynamicTree | Sequence[Sequence[int]] = "auto",
         acceptance: Literal["exact", "typical"] | Typical | Blockwise = "exact",
-        proposal: Proposal = "top_k",
+        proposal: Proposal | Literal["auto"] = "auto",
         pack_weights: bool | Literal["auto"] = False,
         compile: bool = False,
         proposer: Proposer | None = None,
@@ -63,6 +64,7 @@ class MedusaDecoder:
                 decoding, of which one is exact.
             proposal: where siblings come from when sampling: "top_k" the heads' likeliest tokens, "sampled" drawn
                 from the heads without replacement, "mixed" the likeliest and one drawn from the rest. All are exact.
+                "auto" is "sampled", which accepts most, where acceptance is exact and the tree is not dynamic.
             pack_weights: verify with a packed copy of half-precision weights; see `medusa.packed_linear`. "auto", with
                 tree="auto" or "dynamic": where they can be packed and that is faster here.
             compile: compile the verify pass and the heads, for single prompts. The first step then takes long, and
@@ -94,8 +96,10 @@ class MedusaDecoder:
                     f"{type(model).__name__} carries no heads; give a MedusaModel, or something else that proposes: "
                     "proposer="
                 )
-            if self.acceptance != "exact" and proposal != "top_k":
-                raise ValueError(f"proposal={proposal!r} is for exact acceptance; {acceptance!r} takes 'top_k'")
+            if self.acceptance != "exact":
+                if proposal not in ("auto", "top_k"):
+                    raise ValueError(f"proposal={proposal!r} is for exact acceptance; {acceptance!r} takes 'top_k'")
+                proposal = "top_k"
             self.backbone, self.proposer = propose_with_heads(model, tree, proposal, pack_weights, compiles)
         else:
             if pack_weights is True:

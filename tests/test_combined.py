@@ -14,20 +14,19 @@ from torch import Tensor
 
 from medusa import CandidateTree
 from medusa.calibration import Calibration
-from medusa.inference import DynamicTree, HeadsAndLookup, Lookup, MedusaDecoder, StepSizes
+from medusa.inference import HeadsAndLookup, Lookup, MedusaDecoder, StepSizes
 from medusa.inference.combined import by_path, guess_with_heads, merge
-from medusa.inference.dynamic_tree import DynamicLayout, propose_dynamic
+from medusa.inference.dynamic_tree import DynamicLayout, DynamicTree, propose_dynamic
+from medusa.inference.levels import levels_of
 from medusa.inference.token_tree import Continuations, Tokens, TokenTree, grow, lay_out
-from medusa.tree_search import search_tree
+from medusa.tree_search import SearchedTree, search_tree
 
 pytestmark = pytest.mark.decoding
 
 K, G, NEW = 3, 3, 24
-FULL = DynamicTree(
-    CandidateTree.from_paths(path for depth in range(1, K + 1) for path in itertools.product(range(G), repeat=depth)),
-    (12,),
-    calibration=Calibration((0.9, 0.8, 0.7), (-0.1, -0.2, 0.1)),
-)
+PATHS = tuple(path for depth in range(1, K + 1) for path in itertools.product(range(G), repeat=depth))
+CALIBRATION = Calibration((0.9, 0.8, 0.7), (-0.1, -0.2, 0.1))
+FULL = SearchedTree(PATHS, (0.01,) * len(PATHS), 100, CALIBRATION)
 
 
 # Trees of tokens
@@ -123,10 +122,11 @@ def test_children_by_the_tokens_before_them() -> None:
 def test_heads_alone_fill_the_dynamic_tree() -> None:
     """Without anything to look up, the nodes are those that `propose_dynamic` takes."""
     medusa = tiny_medusa(shared_model("llama"), num_heads=K, root_conditioned=True)
-    layout = DynamicLayout.of(FULL, torch.device("cpu"))
+    tree = DynamicTree(CandidateTree.from_paths(PATHS), (12,), calibration=CALIBRATION)
+    layout = DynamicLayout.of(tree, torch.device("cpu"))
     hidden, root = torch.randn(4, 32, dtype=torch.float64), torch.tensor([3, 14, 15, 92])
     with torch.inference_mode():
-        guesses = guess_with_heads(medusa.heads, hidden, root, layout)
+        guesses = guess_with_heads(medusa.heads, hidden, root, layout, levels_of(layout.superset))
         candidates, expected = propose_dynamic(medusa.heads, hidden, root, layout)
     for row, guessed in enumerate(guesses):
         found = paths_of(grow(lambda path, guessed=guessed: guessed.get(path, {}), 12, 1e-12))
@@ -136,6 +136,22 @@ def test_heads_alone_fill_the_dynamic_tree() -> None:
 
 
 # Decoding
+
+
+def test_sequential_heads_are_asked_level_by_level() -> None:
+    """Behind every path, what the head says that sees this path."""
+    medusa = tiny_medusa(shared_model("llama"), num_heads=K, sequential=True)
+    layout = DynamicLayout.of(DynamicTree(CandidateTree.from_paths(PATHS), (2,)), torch.device("cpu"))
+    hidden, root = torch.randn(2, 32, dtype=torch.float64), torch.tensor([3, 14])
+    with torch.inference_mode():
+        guesses = guess_with_heads(medusa.heads, hidden, root, layout, levels_of(layout.superset))
+        for row, guessed in enumerate(guesses):
+            assert len(guessed) == 1 + G + G**2
+            for path, after in guessed.items():
+                seen = torch.tensor([[int(root[row]), *path]])
+                best = medusa.heads.forward_one(len(path), hidden[row : row + 1], seen)[0].softmax(dim=-1).topk(G)
+                assert list(after) == medusa.heads.to_vocab(best.indices).tolist()
+                assert list(after.values()) == pytest.approx(best.values.tolist(), rel=1e-3)
 
 
 def decoder_of(texts: list[Tensor], name: str, guided: bool, known: bool) -> MedusaDecoder:
@@ -174,14 +190,14 @@ def test_a_searched_tree_is_taken() -> None:
 
 
 def test_a_tree_of_other_heads_is_refused() -> None:
-    deep = DynamicTree(CandidateTree.chain(K + 1), (2,))
+    deep = SearchedTree(CandidateTree.chain(K + 1).paths, (0.1,) * (K + 1), 100)
     with pytest.raises(ValueError, match="4 levels deep but the model has 3 heads"):
         HeadsAndLookup(tiny_medusa(shared_model("llama"), num_heads=K), Lookup(), deep)
 
 
 def test_samples_are_distributed_as_the_backbones() -> None:
     medusa = tiny_medusa(test_exactness.small_model(), num_heads=2, root_conditioned=True)
-    tree = DynamicTree(CandidateTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]), (4,))
+    tree = SearchedTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0)), (0.1,) * 6, 100)
     lookup: dict[str, Any] = {"corpus": [[1, 2, 3, 4, 9, 1, 5, 5, 8, 3, 2, 9]], "vocab_size": test_exactness.V}
     proposer = HeadsAndLookup(medusa, Lookup(6, 2, **lookup), tree)
     test_exactness.check(MedusaDecoder(medusa, proposer=proposer), 2000, 1.0, 0.8)

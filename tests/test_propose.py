@@ -80,9 +80,22 @@ def drawn(mixed: bool, warp: Warp = half, rows: int = ROWS) -> tuple[Candidates,
         VOCAB,
         warp,
         mixed,
+        torch.ones(rows, dtype=torch.bool),
         torch.Generator().manual_seed(0),
     )
     return candidates, q
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_greedy_rows_of_a_batch_take_the_likeliest(mixed: bool) -> None:
+    heads, layout = small_heads(), TreeLayout.of(TREE, CPU)
+    hidden, root = torch.randn(40, 32, dtype=torch.float64), torch.full((40,), 5)
+    chance = torch.arange(40) % 2 == 0
+    drawn = propose_by_chance(heads, hidden, root, layout, VOCAB, half, mixed, chance, None).tokens
+    likeliest = propose(heads, hidden, root, layout).tokens
+    same = (drawn == likeliest).all(dim=1)
+    assert same[~chance].all()
+    assert not same[chance].all()
 
 
 def frequencies(tokens: Tensor) -> dict[tuple[int, ...], int]:

@@ -236,6 +236,7 @@ def heads_config(config: TrainConfig, rows: list[TrainingRow]) -> MedusaConfig:
         projection=heads.projection,
         draft_vocab=vocab,
         root_conditioned=heads.root_conditioned,
+        sequential=heads.sequential,
     )
 
 

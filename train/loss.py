@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from medusa.heads import LogitTransform, MedusaHeads
 
+from .pairs import following
 from .supervision import IGNORE
 
 CHUNKED_FROM = 2**27
@@ -34,7 +35,7 @@ class HeadLoss(nn.Module):
         Returns:
             The weighted sum over the heads, a scalar, and each head's own unweighted sum, [K] (detached).
         """
-        features = self.heads.features(hidden, root)  # [K, P, D]
+        features = self.heads.features(hidden, root, following(targets))  # [K, P, D]
         sums = []
         for k in range(len(self.heads)):
             weight, bias = self.heads.projection(k)
