@@ -3,9 +3,22 @@
 if __name__ == "inference":
     raise ImportError("import medusa.inference: the bare folder would be a second copy of the package")
 
-from .accept import Typical
+from .accept import Blockwise, Typical
+from .combined import HeadsAndLookup
 from .decoder import MedusaDecoder
 from .dynamic_tree import DynamicTree
+from .lookup import Lookup
 from .result import DecodingStats, GenerationResult
+from .step_sizes import StepSizes
 
-__all__ = ["DecodingStats", "DynamicTree", "GenerationResult", "MedusaDecoder", "Typical"]
+__all__ = [
+    "Blockwise",
+    "DecodingStats",
+    "DynamicTree",
+    "GenerationResult",
+    "HeadsAndLookup",
+    "Lookup",
+    "MedusaDecoder",
+    "StepSizes",
+    "Typical",
+]

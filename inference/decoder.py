@@ -17,7 +17,7 @@ from medusa.model import MedusaModel
 from medusa.packed_linear import pack_linears
 from medusa.tree import CandidateTree
 
-from .accept import Typical
+from .accept import Blockwise, Typical
 from .cache import TreeCache
 from .compiled import CompiledVerify, check_sizes, why_not_compile
 from .draws import CertainDraws, RandomDraws, dice
@@ -32,7 +32,7 @@ from .result import DecodingStats, GenerationResult, gather
 from .tree_attention import install
 from .tree_choice import propose_with_heads
 from .verify import check_tree_attention, prefill, verify
-from .walk import Path, walk_exact, walk_typical
+from .walk import Path, walk_blockwise, walk_exact, walk_typical
 
 
 class MedusaDecoder:
@@ -46,7 +46,7 @@ class MedusaDecoder:
         self,
         model: MedusaModel | PreTrainedModel,
         tree: str | CandidateTree | DynamicTree | Sequence[Sequence[int]] = "auto",
-        acceptance: Literal["exact", "typical"] | Typical = "exact",
+        acceptance: Literal["exact", "typical"] | Typical | Blockwise = "exact",
         proposal: Proposal | Literal["auto"] = "auto",
         pack_weights: bool | Literal["auto"] = False,
         compile: bool = False,
@@ -60,7 +60,8 @@ class MedusaDecoder:
                 with the best tokens per second on this machine, measured now. "dynamic", or a `DynamicTree`: in each
                 step the nodes that the heads are surest of, as many as pay by what steps take on this machine.
             acceptance: "exact" keeps the backbone's distribution; "typical", or a `Typical` with options of its own,
-                accepts more when sampling and does not.
+                accepts more when sampling and does not. A `Blockwise` accepts by the criteria of blockwise parallel
+                decoding, of which one is exact.
             proposal: where siblings come from when sampling: "top_k" the heads' likeliest tokens, "sampled" drawn
                 from the heads without replacement, "mixed" the likeliest and one drawn from the rest. All are exact.
                 "auto" is "sampled", which accepts most, where acceptance is exact and the tree is not dynamic.
@@ -75,8 +76,10 @@ class MedusaDecoder:
                 trees.
         """
         if isinstance(acceptance, str) and acceptance not in ("exact", "typical"):
-            raise ValueError(f"acceptance is {acceptance!r}; allowed: 'exact', 'typical' or a Typical(...)")
-        self.typical = Typical() if acceptance == "typical" else acceptance if isinstance(acceptance, Typical) else None
+            raise ValueError(
+                f"acceptance is {acceptance!r}; allowed: 'exact', 'typical', a Typical(...) or a Blockwise(...)"
+            )
+        self.acceptance = Typical() if acceptance == "typical" else acceptance
         install()
         self.model = model
         self.plain = model.backbone if isinstance(model, MedusaModel) else Backbone(model)
@@ -93,9 +96,9 @@ class MedusaDecoder:
                     f"{type(model).__name__} carries no heads; give a MedusaModel, or something else that proposes: "
                     "proposer="
                 )
-            if self.typical is not None and proposal not in ("auto", "top_k"):
-                raise ValueError(f"proposal={proposal!r} is for exact acceptance; typical acceptance takes 'top_k'")
-            if self.typical is not None:
+            if self.acceptance != "exact":
+                if proposal not in ("auto", "top_k"):
+                    raise ValueError(f"proposal={proposal!r} is for exact acceptance; {acceptance!r} takes 'top_k'")
                 proposal = "top_k"
             self.backbone, self.proposer = propose_with_heads(model, tree, proposal, pack_weights, compiles)
         else:
@@ -103,6 +106,11 @@ class MedusaDecoder:
                 self.backbone = Backbone(pack_linears(self.plain.model))
             check_tree_attention(self.backbone)
             self.proposer = proposer
+        if isinstance(self.acceptance, Blockwise) and self.acceptance.min_block > self.proposer.depth + 1:
+            raise ValueError(
+                f"min_block is {self.acceptance.min_block}, but a step emits at most {self.proposer.depth + 1} tokens; "
+                "lower it, or give a deeper tree"
+            )
         self._compiled = CompiledVerify(self.backbone) if compiles else None
         if compile:
             check_sizes(self.proposer.sizes)
@@ -299,8 +307,10 @@ class MedusaDecoder:
 
     def accept(self, state: DecodingState, candidates: Candidates, logits: Tensor, layout: TreeLayout) -> list[Path]:
         """Emit what is accepted of a verified tree, logits [B, N, V], and the next roots to the rows."""
-        if self.typical is not None:
-            return walk_typical(state.rows, candidates, logits, layout, self.typical, state.draws)
+        if isinstance(self.acceptance, Typical):
+            return walk_typical(state.rows, candidates, logits, layout, self.acceptance, state.draws)
+        if isinstance(self.acceptance, Blockwise):
+            return walk_blockwise(state.rows, candidates, logits, layout, self.acceptance, state.draws)
         return walk_exact(state.rows, candidates, logits, layout, state.draws)
 
     def commit(self, state: DecodingState, hidden: Tensor, paths: list[Path]) -> None:

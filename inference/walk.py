@@ -5,11 +5,12 @@ that plain decoding would make, even those that remember what they saw, and a ro
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .accept import NO_TOKEN, Typical, accept_fixed, accept_mixed, accept_sampled
+from .accept import NO_TOKEN, Blockwise, Typical, accept_fixed, accept_mixed, accept_sampled, possible
 from .draws import Draws
 from .layout import TreeLayout
 from .propose import Candidates
@@ -18,6 +19,9 @@ from .warp import probabilities, processed_scores
 
 Path = list[int]
 """Accepted nodes, from the root on."""
+Decide = Callable[[Tensor, Tensor, list[int], list[Path], list[list[int]]], tuple[Tensor, Tensor]]
+"""Rule at a node: processed scores [R, V], p [R, V], which rows, their paths and the children of the paths' ends -> the
+next token [R] and which child carries it [R], -1 for none."""
 
 
 def walk_exact(rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, draws: Draws) -> list[Path]:
@@ -33,6 +37,37 @@ def walk_exact(rows: list[Row], candidates: Candidates, logits: Tensor, layout: 
     Returns:
         The accepted nodes of each row.
     """
+
+    def decide(
+        scores: Tensor, p: Tensor, active: list[int], paths: list[Path], children: list[list[int]]
+    ) -> tuple[Tensor, Tensor]:
+        return _decide(p, candidates, active, [path[-1] for path in paths], children, draws)
+
+    return _walk(rows, logits, layout, decide)
+
+
+def walk_blockwise(
+    rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, blockwise: Blockwise, draws: Draws
+) -> list[Path]:
+    """Accept as long as a child meets the criterion, or the block is too small; of several the first. As above."""
+
+    def decide(
+        scores: Tensor, p: Tensor, active: list[int], paths: list[Path], children: list[list[int]]
+    ) -> tuple[Tensor, Tensor]:
+        token, tokens = draws.categorical(p), _tokens_of(candidates.tokens, active, children)
+        if tokens.shape[1] == 0:
+            return token, torch.full_like(token, NO_TOKEN)
+        short = torch.tensor([len(path) < blockwise.min_block for path in paths], device=p.device)
+        met = blockwise.accepts(scores, token, tokens)  # [R, C]
+        stays = torch.where((short & ~met.any(dim=1))[:, None], possible(scores, tokens), met)
+        child = torch.where(stays.any(dim=1), stays.int().argmax(dim=1), NO_TOKEN)
+        return torch.where(child == NO_TOKEN, token, tokens.gather(1, child.clamp(min=0)[:, None])[:, 0]), child
+
+    return _walk(rows, logits, layout, decide)
+
+
+def _walk(rows: list[Row], logits: Tensor, layout: TreeLayout, decide: Decide) -> list[Path]:
+    """Go down all trees at once, a node a time, and emit what is decided."""
     paths: list[Path] = [[0] for _ in rows]
     active = list(range(len(rows)))
     while active:
@@ -42,7 +77,7 @@ def walk_exact(rows: list[Row], candidates: Candidates, logits: Tensor, layout: 
         scores = processed_scores(here, [row.context for row in here], raw)
         p = probabilities(here, scores)
         children = [layout.children_of(b, node) for b, node in zip(active, nodes, strict=True)]
-        token, child = _decide(p, candidates, active, nodes, children, draws)
+        token, child = decide(scores, p, active, [paths[b] for b in active], children)
         walking = []
         for i, (b, next_token, which) in enumerate(zip(active, token.tolist(), child.tolist(), strict=True)):
             rows[b].emit(next_token, scores[i], raw[i])
