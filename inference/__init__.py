@@ -5,7 +5,19 @@ if __name__ == "inference":
 
 from .accept import Typical
 from .decoder import MedusaDecoder
+from .draft_model import DraftModel
+from .draft_stats import DraftStats
 from .dynamic_tree import DynamicTree
 from .result import DecodingStats, GenerationResult
+from .vocabulary import check_same_vocabulary
 
-__all__ = ["DecodingStats", "DynamicTree", "GenerationResult", "MedusaDecoder", "Typical"]
+__all__ = [
+    "DecodingStats",
+    "DraftModel",
+    "DraftStats",
+    "DynamicTree",
+    "GenerationResult",
+    "MedusaDecoder",
+    "Typical",
+    "check_same_vocabulary",
+]
