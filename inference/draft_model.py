@@ -4,6 +4,7 @@ B rows, N nodes, n nodes of one level, V the target's vocabulary, Vd what the dr
 """
 
 import copy
+import itertools
 import time
 import warnings
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from .walk import Path
 from .warp import draft_scores
 
 AUTO_MOST = 7
-"""The most drafts of a step when their number follows the acceptance: torch keeps 8 compiled graphs, one is for none."""
+"""The most drafts when their number follows the acceptance: torch keeps 8 compiled graphs, and one is for none."""
 
 
 class DraftModel:
@@ -202,7 +203,7 @@ class ModelDrafting:
         tokens[:, 0] = state.root
         greedy = torch.tensor([not row.do_sample for row in state.rows], device=tokens.device)
         levels, all_q = levels_of(layout), []
-        for level, below in zip(levels, levels[1:], strict=False):
+        for level, below in itertools.pairwise(levels):
             q = self._distributions(state.rows, logits)  # [B, n, V]
             all_q.append(q)
             for i, node in enumerate(level):

@@ -1,5 +1,6 @@
 """A smaller model drafts: the text stays what plain decoding gives. Greedy against Hugging Face's own `generate`."""
 
+import copy
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -7,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ROUNDING, assert_same_law, law
+from enumeration import assert_same_law, law
+from test_exactness import FEW, MANY, WARPING, check, small_model
 from tiny import COMMON, VOCAB, hf_greedy, prompt_of, random_model, shared_model, tiny_medusa, tiny_model
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    GPT2Config,
     LlamaConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -25,7 +26,16 @@ from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from medusa import CandidateTree
-from medusa.inference import DecodingStats, DraftModel, DraftStats, MedusaDecoder, draft_model, walk
+from medusa.backbone import Backbone
+from medusa.inference import (
+    DecodingStats,
+    DraftModel,
+    DraftStats,
+    MedusaDecoder,
+    check_same_vocabulary,
+    draft_model,
+    walk,
+)
 from medusa.inference.accept import NO_TOKEN, accept_sampled
 from medusa.inference.draft_model import ModelDrafting, draw_siblings
 from medusa.inference.draws import Draws
@@ -151,7 +161,7 @@ def test_a_draft_that_was_left_behind_catches_up(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_draft_may_compute_in_another_type(dtype: torch.dtype) -> None:
-    draft = tiny_model("llama", dtype)
+    draft = copy.deepcopy(shared_model("llama")).to(dtype)
     result = MedusaDecoder(shared_model("llama"), proposer=DraftModel(draft)).generate(text_of("llama", 5)[:, :5], NEW)
     assert result.sequences.tolist() == text_of("llama", 5).tolist()
     assert sum(result.stats.accepted) > 0
@@ -244,8 +254,176 @@ WARPERS: dict[str, list[LogitsProcessor]] = {
 }
 
 
+CASES = [
+    pytest.param(shape, name, marks=[pytest.mark.long] if shape == "ragged" and name != "temperature and top-p" else [])
+    for shape in DICE
+    for name in WARPERS
+]
+
+
 @pytest.mark.usefixtures("in_double")
-@pytest.mark.parametrize("warpers", WARPERS)
-@pytest.mark.parametrize("shape", DICE)
+@pytest.mark.parametrize(("shape", "warpers"), CASES)
 def test_texts_are_distributed_as_by_plain_decoding(shape: str, warpers: str) -> None:
     check_law(*DICE[shape], WARPERS[warpers], smallest(1))
+
+
+def parted(q: Tensor) -> Tensor:
+    """All of q [..., V] on token 0, as a draft would give it that is certain."""
+    return torch.zeros_like(q).index_fill(-1, torch.tensor([0]), 1.0)
+
+
+@pytest.mark.usefixtures("in_double")
+@pytest.mark.parametrize("shape", ["chain of 1", "siblings"])
+def test_a_draft_that_is_certain_leaves_the_text_as_it_is(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    own = ModelDrafting._distributions
+    monkeypatch.setattr(ModelDrafting, "_distributions", lambda *given: parted(own(*given)))
+    check_law(*DICE[shape], [], smallest(1))
+
+
+# Drafting that is nearly right
+
+
+def with_replacement(q: Tensor, count: int, greedy: Tensor, draws: Draws) -> Tensor:
+    return torch.stack([draws.categorical(q) for _ in range(count)], dim=1) if count else q.new_zeros(len(q), 0).long()
+
+
+def likeliest_first(q: Tensor, count: int, greedy: Tensor, draws: Draws) -> Tensor:
+    drawn = draw_siblings(q, count, greedy, draws)
+    order = q.gather(1, drawn.clamp(min=0)).where(drawn != NO_TOKEN, -1.0).argsort(dim=1, descending=True)
+    return drawn.gather(1, order)
+
+
+def certain(q: Tensor, count: int, greedy: Tensor, draws: Draws) -> Tensor:
+    return draw_siblings(q, count, torch.ones_like(greedy), draws)
+
+
+@pytest.mark.usefixtures("in_double")
+@pytest.mark.parametrize("wrong", [with_replacement, likeliest_first, certain])
+def test_wrong_siblings_fail(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    monkeypatch.setattr(draft_model, "draw_siblings", wrong)
+    with pytest.raises(AssertionError, match="instead of"):
+        check_law({"tree": CandidateTree.from_paths([(0,), (1,)])}, 3, [], smallest(1))
+
+
+def redrawn_from_p(p: Tensor, q: Tensor, children: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    token, child = accept_sampled(p, q, children, draws)
+    return torch.where(child == NO_TOKEN, draws.categorical(p), token), child
+
+
+@pytest.mark.usefixtures("in_double")
+@pytest.mark.parametrize("wrong", [redrawn_from_p, partial(accept_sampled, replacement=True)])
+def test_wrong_acceptance_fails(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    monkeypatch.setattr(walk, "accept_sampled", wrong)
+    with pytest.raises(AssertionError, match="instead of"):
+        check_law({"tree": CandidateTree.from_paths([(0,), (1,)])}, 3, [], smallest(1))
+
+
+# Sampling: random dice
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_samples_are_distributed_as_the_targets(shape: str) -> None:
+    check_samples(shape, FEW, 1.0, 0.8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("temperature", "top_p"), WARPING)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_many_samples_are_distributed_as_the_targets(shape: str, temperature: float, top_p: float) -> None:
+    check_samples(shape, MANY, temperature, top_p)
+
+
+def check_samples(shape: str, samples: int, temperature: float, top_p: float) -> None:
+    draft = copy.deepcopy(small_model())
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    check(MedusaDecoder(small_model(), proposer=DraftModel(draft, **SHAPES[shape])), samples, temperature, top_p)
+
+
+# What is refused
+
+
+ONE_LAYER = {"num_hidden_layers": 1}
+
+
+def other(**changes: Any) -> PreTrainedModel:
+    return random_model(LlamaConfig(**{**COMMON, **changes}))
+
+
+@pytest.mark.parametrize("num_drafts", [0, -1, 2.5, "many"])
+def test_strange_numbers_of_drafts_are_refused(num_drafts: Any) -> None:
+    with pytest.raises(ValueError, match=f"num_drafts is {num_drafts!r}"):
+        DraftModel(shared_model("llama"), num_drafts=num_drafts)
+
+
+def test_what_cannot_be_drafted_is_refused() -> None:
+    with pytest.raises(ValueError, match="256 drafts a step do not fit"):
+        DraftModel(shared_model("llama"), num_drafts=256)
+    with pytest.raises(ValueError, match="root alone"):
+        DraftModel(shared_model("llama"), tree=CandidateTree(()))
+    with pytest.raises(ValueError, match="leave it out to draft a tree"):
+        DraftModel(shared_model("llama"), "auto", tree=BUSHY)
+
+
+def test_a_draft_without_a_cache_that_can_be_rolled_back_is_refused() -> None:
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ValueError, match="cannot roll back"):
+        DraftModel(MambaForCausalLM(config))
+
+
+def test_a_draft_on_another_device_is_refused() -> None:
+    target = Backbone(shared_model("llama"))
+    target.lm_weight = target.lm_weight.to("meta")
+    with pytest.raises(ValueError, match="the draft is on cpu, the target on meta"):
+        DraftModel(shared_model("llama")).for_target(target, VOCAB)
+
+
+def test_a_draft_larger_than_its_target_is_pointed_out() -> None:
+    with pytest.warns(UserWarning, match="only slows it down"):
+        MedusaDecoder(shared_model("llama"), proposer=DraftModel(other(num_hidden_layers=3)))
+
+
+def test_a_text_longer_than_the_drafts_context_is_refused() -> None:
+    decoder = MedusaDecoder(shared_model("llama"), proposer=DraftModel(other(max_position_embeddings=16, **ONE_LAYER)))
+    assert decoder.generate(prompt_of(5, seed=3), 11).stats.new_tokens == 11
+    with pytest.raises(ValueError, match="may take 17 tokens, but the draft's context holds 16"):
+        decoder.generate(prompt_of(5), 12)
+
+
+class Words:
+    """As much of a tokenizer as is compared."""
+
+    chat_template = None
+
+    def __init__(self, **changes: int) -> None:
+        self.vocab = {**{f"w{i}": i for i in range(VOCAB)}, **changes}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocab
+
+    def save_pretrained(self, save_directory: str) -> None:
+        raise NotImplementedError
+
+
+def test_other_vocabularies_are_refused_and_their_entries_named() -> None:
+    with pytest.raises(ValueError, match="vocabulary has 120 ids, the target's 97"):
+        MedusaDecoder(shared_model("llama"), proposer=DraftModel(other(vocab_size=120)))
+    with pytest.raises(ValueError, match=r"2 entries \('<end>' is missing and 97; 'w3' is 3 and 4\)"):
+        check_same_vocabulary(Words(), Words(**{"w3": 4, "<end>": 97}))
+
+
+@pytest.mark.parametrize("size", [90 + 7 + 23, 97 - 4])
+def test_padded_vocabularies_are_taken_where_tokenizers_agree(size: int) -> None:
+    """The draft's favourite is an id that the target lacks, or the target knows more ids than the draft."""
+    draft = other(vocab_size=size, **ONE_LAYER)
+    with torch.no_grad():
+        draft.lm_head.weight[-1] = 5 * draft.lm_head.weight[3]
+    words = Words()
+    words.vocab = {token: i for token, i in words.vocab.items() if i < 90}
+    for shape in SHAPES.values():
+        decoder = MedusaDecoder(shared_model("llama"), proposer=DraftModel(draft, tokenizers=(words, words), **shape))
+        text = text_of("llama", 5)
+        assert decoder.generate(text[:, :5], NEW).sequences.tolist() == text.tolist()
+        decoder.generate(text[:, :5], NEW, do_sample=True, temperature=3.0, seed=0)
