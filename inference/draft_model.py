@@ -215,7 +215,7 @@ class ModelDrafting:
         if bool(greedy.all()):
             return Candidates(tokens)
         # Nodes are numbered level by level, so the children of each node were drawn from the q of its own number.
-        return Candidates(tokens, Drawn(torch.cat(all_q, dim=1), torch.arange(layout.num_nodes)))
+        return Candidates(tokens, Drawn(torch.cat(all_q, dim=1), torch.arange(layout.num_nodes, device=tokens.device)))
 
     def _catch_up(self) -> Tensor:
         """Read what each row's text has behind the cache, its root last; returns the logits after it, [B, V]."""

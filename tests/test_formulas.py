@@ -1,11 +1,15 @@
 """The formulas give the figures of the papers, and the choice of k follows them."""
 
+import itertools
+
 import pytest
 import torch
 
 from medusa.inference import DraftStats
 from medusa.inference.draft_stats import FIRST_TRY, RETRY
 from medusa.inference.formulas import acceptance, expected_tokens, overlap, speedup
+
+EXAMPLES = [(0.8, 4, 3.36), (0.9, 5, 4.69), (0.5, 4, 1.94), (1, 4, 5), (0, 4, 1)]
 
 
 def test_worked_example_of_four_drafts() -> None:
@@ -17,9 +21,7 @@ def test_worked_example_of_four_drafts() -> None:
     assert float(overlap(p, q)) == pytest.approx(float((q * acceptance(p, q)).sum()))
 
 
-@pytest.mark.parametrize(
-    ("alpha", "k", "tokens"), [(0.8, 4, 3.36), (0.9, 5, 4.69), (0.5, 4, 1.94), (1, 4, 5), (0, 4, 1)]
-)
+@pytest.mark.parametrize(("alpha", "k", "tokens"), EXAMPLES)
 def test_expected_tokens(alpha: float, k: int, tokens: float) -> None:
     assert expected_tokens(alpha, k) == pytest.approx(tokens, abs=5e-3)
 
@@ -28,11 +30,11 @@ def test_speedup_and_what_it_refuses() -> None:
     assert speedup(0.8, 4, 0.1) == pytest.approx(3.3616 / 1.4)
     assert speedup(0.8, 4, 0.1, 1.2) == pytest.approx(3.3616 / 1.6)
     assert speedup(0.8, 0, 0.1) == 1
-    with pytest.raises(ValueError, match="alpha is 1.5"):
+    with pytest.raises(ValueError, match=r"alpha is 1\.5"):
         expected_tokens(1.5, 2)
     with pytest.raises(ValueError, match="k is -1"):
         expected_tokens(0.5, -1)
-    with pytest.raises(ValueError, match="the costs are 0.1 and 0"):
+    with pytest.raises(ValueError, match=r"the costs are 0\.1 and 0"):
         speedup(0.5, 2, 0.1, 0)
 
 
@@ -58,7 +60,7 @@ def test_k_follows_acceptance_and_cost() -> None:
 def test_drafting_that_does_not_pay_is_tried_again_from_time_to_time() -> None:
     stats = run(accepts=False, draft_seconds=0.1, steps=60)
     tries = [step for step, k in enumerate(stats.levels) if k]
-    assert [b - a for a, b in zip(tries, tries[1:], strict=False)][1:] == [RETRY + 1] * (len(tries) - 2)
+    assert [b - a for a, b in itertools.pairwise(tries)][1:] == [RETRY + 1] * (len(tries) - 2)
     assert run(accepts=True, draft_seconds=0.1, steps=300, stats=stats).levels[-1] > 0
 
 
