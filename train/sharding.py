@@ -19,7 +19,8 @@ def shard(loss: nn.Module, layers: Iterable[nn.Module], accelerator: Accelerator
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(loss, mesh=mesh)
+    fully_shard(loss, mesh=mesh)  # in place
+    return loss
 
 
 @contextmanager
@@ -37,7 +38,11 @@ def gathered(loss: nn.Module) -> Iterator[None]:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank; all ranks must call it together where it is split."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    full = tensor.full_tensor()
+    assert isinstance(full, Tensor)
+    return full.detach()
 
 
 def split_like(stored: Tensor, parameter: Tensor) -> Tensor:

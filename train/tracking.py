@@ -96,13 +96,13 @@ class Tracker:
     def _open_tensorboard(self, directory: Path, step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)  # type: ignore[no-untyped-call]
+        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
     def _write_scalars(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
-    def _show_in_wandb(self, step: int, columns: list[str], rows: list[list[str]], picture: Path | None) -> None:
+    def _show_in_wandb(self, step: int, columns: list[str | int], rows: list[list[str]], picture: Path | None) -> None:
         import wandb
 
         shown: dict[str, Any] = {"head_accuracy": wandb.Table(columns=columns, data=rows)}
