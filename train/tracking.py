@@ -102,10 +102,10 @@ class Tracker:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
-    def _show_in_wandb(self, step: int, columns: list[str | int], rows: list[list[str]], picture: Path | None) -> None:
+    def _show_in_wandb(self, step: int, columns: list[str], rows: list[list[str]], picture: Path | None) -> None:
         import wandb
 
-        shown: dict[str, Any] = {"head_accuracy": wandb.Table(columns=columns, data=rows)}
+        shown: dict[str, Any] = {"head_accuracy": wandb.Table(columns=[*columns], data=rows)}
         if picture is not None:
             shown["head_accuracy_plot"] = wandb.Image(str(picture))
         self.run.log(shown, step=step)
