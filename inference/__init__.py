@@ -3,9 +3,28 @@
 if __name__ == "inference":
     raise ImportError("import medusa.inference: the bare folder would be a second copy of the package")
 
-from .accept import Typical
+from .accept import Blockwise, Typical
+from .combined import HeadsAndLookup
 from .decoder import MedusaDecoder
+from .draft_model import DraftModel
+from .draft_stats import DraftStats
 from .dynamic_tree import DynamicTree
+from .lookup import Lookup
 from .result import DecodingStats, GenerationResult
+from .step_sizes import StepSizes
+from .vocabulary import check_same_vocabulary
 
-__all__ = ["DecodingStats", "DynamicTree", "GenerationResult", "MedusaDecoder", "Typical"]
+__all__ = [
+    "Blockwise",
+    "DecodingStats",
+    "DraftModel",
+    "DraftStats",
+    "DynamicTree",
+    "GenerationResult",
+    "HeadsAndLookup",
+    "Lookup",
+    "MedusaDecoder",
+    "StepSizes",
+    "Typical",
+    "check_same_vocabulary",
+]

@@ -2,10 +2,12 @@
 
 R nodes decided at once, C children of each (padded with -1), V vocabulary. p is the backbone's distribution after the
 node, warpers included; q is what the children were drawn from. Every rule returns the next token [R] and which child
-carries it [R], -1 for none; over all outcomes the token is distributed as p. `typical` alone is not exact.
+carries it [R], -1 for none; over all outcomes the token is distributed as p. `Typical` is not exact, nor is `Blockwise`
+unless its criterion is.
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from .draws import Draws
 
 NO_TOKEN = -1
+Criterion = Literal["exact", "top_k", "distance"]
 
 
 def accept_fixed(p: Tensor, children: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -114,6 +117,61 @@ class Typical:
         delta = self.epsilon**0.5 if self.delta is None else self.delta
         threshold = torch.clamp(delta * torch.exp(-entropy), max=self.epsilon)
         return (p.gather(1, tokens.clamp(min=0)) > threshold) & (tokens != NO_TOKEN)
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """Blockwise parallel decoding: keep the longest beginning of a block that meets a criterion.
+
+    Stern et al. 2018. The block is the root and the candidates behind it; y is what the backbone itself chooses after
+    the tokens before x (its likeliest token when greedy, as in the paper, else one drawn from p). "exact" with
+    `min_block` 1 keeps the backbone's distribution. All else is lossy: the text is another one than the backbone's.
+    """
+
+    criterion: Criterion = "exact"
+    """A candidate x stays if: "exact": x is y. "top_k" (lossy): x is among the backbone's `top_k` likeliest tokens.
+    "distance" (lossy): the ids of x and y differ by `epsilon` at most, for vocabularies in which near ids mean nearly
+    the same, such as grey levels."""
+    top_k: int | None = None
+    """Needed for "top_k"; 1 is "exact" when greedy."""
+    epsilon: int | None = None
+    """Needed for "distance"; 0 is "exact"."""
+    min_block: int = 1
+    """More than 1 is lossy: every step emits at least so many tokens, as far as there are candidates that no processor
+    forbids, whatever the backbone says of them. The bonus token counts, so `min_block` - 1 candidates are kept."""
+
+    def __post_init__(self) -> None:
+        if self.criterion not in get_args(Criterion):
+            allowed = ", ".join(map(repr, get_args(Criterion)))
+            raise ValueError(f"criterion is {self.criterion!r}; allowed: {allowed}")
+        for name, value, least in (("top_k", self.top_k, 1), ("epsilon", self.epsilon, 0)):
+            belongs = self.criterion == {"top_k": "top_k", "epsilon": "distance"}[name]
+            if belongs and (value is None or value < least):
+                raise ValueError(f"{name} is {value}; criterion {self.criterion!r} needs an integer from {least} on")
+            if not belongs and value is not None:
+                raise ValueError(f"{name}={value} does not go with criterion {self.criterion!r}; leave it out")
+        if self.min_block < 1:
+            raise ValueError(f"min_block is {self.min_block}; a step emits at least one token, so give 1 or more")
+
+    def accepts(self, scores: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
+        """Which tokens [R, C] meet the criterion (-1 never does): bool [R, C].
+
+        Args:
+            scores: processed scores after each node, [R, V]; -inf is never accepted, nor are equals beyond `top_k`.
+            y: what the backbone chooses there, [R].
+            tokens: the candidates, [R, C].
+        """
+        if self.top_k is not None:
+            best = scores.topk(min(self.top_k, scores.shape[1]), dim=-1).indices  # [R, top_k]
+            near = (tokens[:, :, None] == best[:, None]).any(dim=-1)
+        else:
+            near = (tokens - y[:, None]).abs() <= (self.epsilon or 0)
+        return near & possible(scores, tokens)
+
+
+def possible(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Which tokens [R, C] no processor forbids by its score [R, V]; -1 is none: bool [R, C]."""
+    return (tokens != NO_TOKEN) & (scores.gather(1, tokens.clamp(min=0)) > -torch.inf)
 
 
 def _child_with(token: Tensor, children: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ import asyncio
 import time
 import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,38 +14,26 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from medusa.backbone import Backbone
 from medusa.model import MedusaModel
-from medusa.packed_linear import can_pack, pack_linears
+from medusa.packed_linear import pack_linears
 from medusa.tree import CandidateTree
 
-from .accept import Typical
+from .accept import Blockwise, Typical
 from .cache import TreeCache
 from .compiled import CompiledVerify, check_sizes, why_not_compile
-from .draws import CertainDraws, Draws, RandomDraws, dice
-from .dynamic_tree import DynamicLayout, DynamicTree, propose_dynamic
+from .draft_model import DraftModel
+from .draws import CertainDraws, RandomDraws, dice
+from .dynamic_tree import DynamicTree
+from .head_proposer import HeadProposer
 from .layout import TreeLayout
-from .propose import PROPOSALS, Candidates, Proposal, propose, propose_by_chance
+from .propose import Candidates, Proposal
+from .proposer import DecodingState, Proposer
 from .refusals import check_one_row, check_rope_switch
 from .request import Request, Row, prepare
 from .result import DecodingStats, GenerationResult, gather
 from .tree_attention import install
-from .tree_choice import choose_dynamic_tree, choose_tree
+from .tree_choice import propose_with_heads
 from .verify import check_tree_attention, prefill, verify
-from .walk import Path, walk_exact, walk_typical
-from .warp import draft_scores
-
-
-@dataclass
-class DecodingState:
-    """What one step hands to the next: the rows that go on."""
-
-    rows: list[Row]
-    cache: TreeCache
-    hidden: Tensor
-    """Hidden state that each root was chosen from, [B, D]."""
-    root: Tensor
-    """Id of the token that was chosen next, [B]; emitted already, not yet in the cache."""
-    generator: torch.Generator | None
-    draws: Draws
+from .walk import Path, walk_blockwise, walk_exact, walk_typical
 
 
 class MedusaDecoder:
@@ -58,104 +45,94 @@ class MedusaDecoder:
 
     def __init__(
         self,
-        model: MedusaModel,
+        model: MedusaModel | PreTrainedModel,
         tree: str | CandidateTree | DynamicTree | Sequence[Sequence[int]] = "auto",
-        acceptance: Literal["exact", "typical"] | Typical = "exact",
-        proposal: Proposal = "top_k",
+        acceptance: Literal["exact", "typical"] | Typical | Blockwise = "exact",
+        proposal: Proposal | Literal["auto"] = "auto",
         pack_weights: bool | Literal["auto"] = False,
         compile: bool = False,
+        proposer: Proposer | None = None,
     ) -> None:
         """Prepare to decode.
 
         Args:
-            model: backbone and heads.
+            model: backbone and heads; with a `proposer` of another kind, the backbone alone will do.
             tree: a `CandidateTree`, a list of rank paths, or "auto": of the trees searched for these heads, the one
                 with the best tokens per second on this machine, measured now. "dynamic", or a `DynamicTree`: in each
                 step the nodes that the heads are surest of, as many as pay by what steps take on this machine.
             acceptance: "exact" keeps the backbone's distribution; "typical", or a `Typical` with options of its own,
-                accepts more when sampling and does not.
+                accepts more when sampling and does not. A `Blockwise` accepts by the criteria of blockwise parallel
+                decoding, of which one is exact.
             proposal: where siblings come from when sampling: "top_k" the heads' likeliest tokens, "sampled" drawn
                 from the heads without replacement, "mixed" the likeliest and one drawn from the rest. All are exact.
+                "auto" is "sampled", which accepts most, where acceptance is exact and the tree is not dynamic.
             pack_weights: verify with a packed copy of half-precision weights; see `medusa.packed_linear`. "auto", with
                 tree="auto" or "dynamic": where they can be packed and that is faster here.
             compile: compile the verify pass and the heads, for single prompts. The first step then takes long, and
                 batches stay eager. Without a C++ compiler on a CPU it says so once and stays eager.
+            proposer: fills the trees in place of the heads; `tree` and `proposal` are then not looked at.
 
         Raises:
             ValueError: an argument is not allowed, the tree does not fit the heads, or the backbone cannot verify
                 trees.
         """
         if isinstance(acceptance, str) and acceptance not in ("exact", "typical"):
-            raise ValueError(f"acceptance is {acceptance!r}; allowed: 'exact', 'typical' or a Typical(...)")
-        if proposal not in PROPOSALS:
-            raise ValueError(f"proposal is {proposal!r}; allowed: {', '.join(map(repr, PROPOSALS))}")
-        self.typical = Typical() if acceptance == "typical" else acceptance if isinstance(acceptance, Typical) else None
-        if self.typical is not None and proposal != "top_k":
-            raise ValueError(f"proposal={proposal!r} is for exact acceptance; typical acceptance takes 'top_k'")
-        if proposal != "top_k" and (tree == "dynamic" or isinstance(tree, DynamicTree)):
             raise ValueError(
-                f"proposal={proposal!r} draws siblings, and a dynamic tree would choose among them by what was drawn, "
-                "which is not exact; a dynamic tree takes 'top_k'"
+                f"acceptance is {acceptance!r}; allowed: 'exact', 'typical', a Typical(...) or a Blockwise(...)"
             )
-        self.proposal = proposal
+        self.acceptance = Typical() if acceptance == "typical" else acceptance
         install()
         self.model = model
-        plain = [model.backbone] if pack_weights is not True else []
-        packed = pack_weights is True or (
-            pack_weights == "auto" and tree in ("auto", "dynamic") and can_pack(model.model) is None
-        )
-        backbones = plain + ([Backbone(pack_linears(model.model))] if packed else [])
-        for backbone in backbones:
-            check_tree_attention(backbone)
-        self.backbone = backbones[0]
-        self.tree = self._resolve(tree, backbones)
-        self.tree.check_heads(model.config.num_heads, model.heads.draft_size)
-        self.layout: TreeLayout | DynamicLayout = (
-            DynamicLayout.of(self.tree, self.device)
-            if isinstance(self.tree, DynamicTree)
-            else TreeLayout.of(self.tree, self.device)
-        )
-        self.heads = model.heads
-        self._compiled: CompiledVerify | None = None
+        self.plain = model.backbone if isinstance(model, MedusaModel) else Backbone(model)
+        self.known_tokens = model.known_tokens if isinstance(model, MedusaModel) else self.plain.vocab_size
+        self.backbone = self.plain
+        self.proposer: Proposer
+        why_eager = why_not_compile(self.device) if compile else None
+        if why_eager is not None:
+            warnings.warn(f"compile=True, but {why_eager}; the decoder runs uncompiled", stacklevel=2)
+        compiles = compile and why_eager is None
+        if proposer is None:
+            if not isinstance(model, MedusaModel):
+                raise ValueError(
+                    f"{type(model).__name__} carries no heads; give a MedusaModel, or something else that proposes: "
+                    "proposer="
+                )
+            if self.acceptance != "exact":
+                if proposal not in ("auto", "top_k"):
+                    raise ValueError(f"proposal={proposal!r} is for exact acceptance; {acceptance!r} takes 'top_k'")
+                proposal = "top_k"
+            self.backbone, self.proposer = propose_with_heads(model, tree, proposal, pack_weights, compiles)
+        else:
+            if pack_weights is True:
+                self.backbone = Backbone(pack_linears(self.plain.model))
+            check_tree_attention(self.backbone)
+            if isinstance(proposer, DraftModel):
+                proposer = proposer.for_target(self.plain, self.known_tokens)
+            self.proposer = proposer
+        if isinstance(self.acceptance, Blockwise) and self.acceptance.min_block > self.proposer.depth + 1:
+            raise ValueError(
+                f"min_block is {self.acceptance.min_block}, but a step emits at most {self.proposer.depth + 1} tokens; "
+                "lower it, or give a deeper tree"
+            )
+        self._compiled = CompiledVerify(self.backbone) if compiles else None
         if compile:
-            if isinstance(self.tree, DynamicTree):
-                check_sizes(self.tree.sizes)
-            reason = why_not_compile(self.device)
-            if reason is None:
-                self._compiled = CompiledVerify(self.backbone)
-                self.heads = torch.compile(model.heads)  # type: ignore[assignment]
-            else:
-                warnings.warn(f"compile=True, but {reason}; the decoder runs uncompiled", stacklevel=2)
+            check_sizes(self.proposer.sizes)
 
     @property
     def device(self) -> torch.device:
         """Where the heads and the end of the backbone are."""
         return self.backbone.lm_weight.device
 
-    def _resolve(
-        self, tree: str | CandidateTree | DynamicTree | Sequence[Sequence[int]], backbones: list[Backbone]
-    ) -> CandidateTree | DynamicTree:
-        if isinstance(tree, CandidateTree | DynamicTree):
-            return tree
-        if not isinstance(tree, str):
-            return CandidateTree.from_paths(tree)
-        if tree == "dynamic":
-            self.backbone, chosen = choose_dynamic_tree(self.model, backbones)
-            return chosen
-        if tree != "auto":
-            raise ValueError(
-                f"tree is {tree!r}; allowed: 'auto', 'dynamic', a CandidateTree, a DynamicTree, or a list of rank paths"
-            )
-        if self.model.searched_tree is None:
-            warnings.warn(
-                "no tree was searched for these heads, so the decoder checks one chain of best guesses; "
-                "`medusa tree CHECKPOINT --data FILE` finds a better one",
-                stacklevel=3,
-            )
-            return CandidateTree.chain(self.model.config.num_heads)
-        choice = choose_tree(self.model, backbones, self.model.searched_tree)
-        self.backbone = choice.backbone
-        return choice.tree
+    @property
+    def tree(self) -> CandidateTree | DynamicTree:
+        """The tree that the heads fill.
+
+        Raises:
+            ValueError: something else proposes.
+        """
+        if not isinstance(self.proposer, HeadProposer):
+            raise ValueError(f"this decoder has no tree of its own: {type(self.proposer).__name__} makes one a step")
+        return self.proposer.tree
 
     def generate(
         self,
@@ -185,7 +162,7 @@ class MedusaDecoder:
             ValueError: an argument is out of its range or not supported, or a prompt does not fit the backbone.
         """
         requests = self._prepare(input_ids, max_new_tokens, attention_mask, generation_config, options)
-        rows = [row for request in requests for row in request.rows(self.backbone, self.model.known_tokens)]
+        rows = [row for request in requests for row in request.rows(self.backbone, self.known_tokens)]
         prompts = input_ids.to(self.device).repeat_interleave(len(rows) // len(input_ids), dim=0)
         if streamer is None:
             stats = self._write(rows, dice(generator, seed, self.device))
@@ -214,7 +191,7 @@ class MedusaDecoder:
         `stats` is filled on the way. Closing the iterator early frees the cache.
         """
         requests = self._prepare(input_ids, max_new_tokens, attention_mask, generation_config, options)
-        rows = [row for request in requests for row in request.rows(self.backbone, self.model.known_tokens)]
+        rows = [row for request in requests for row in request.rows(self.backbone, self.known_tokens)]
         check_one_row(len(rows), "stream()")
         filled = DecodingStats() if stats is None else stats
         return self._blocks(rows[0], filled, dice(generator, seed, self.device))
@@ -243,10 +220,10 @@ class MedusaDecoder:
         Raises:
             ValueError: `model` is not the decoder's backbone, or the call asks for what heads cannot give.
         """
-        if model is not self.model.model:
+        if model is not self.plain.model:
             raise ValueError("these heads belong to another model; call generate of the backbone that carries them")
         request = Request.of(input_ids, logits_processor, stopping_criteria, generation_config, model_inputs)
-        rows = request.rows(self.backbone, self.model.known_tokens)
+        rows = request.rows(self.backbone, self.known_tokens)
         stats = self._write(rows, dice(generator, None, self.device))
         result = gather(input_ids, rows, stats, generation_config)
         if not generation_config.return_dict_in_generate:
@@ -267,7 +244,7 @@ class MedusaDecoder:
         ids = input_ids.to(self.device)
         mask = None if attention_mask is None else attention_mask.to(self.device)
         criteria = options.pop("stopping_criteria", None)
-        return prepare(self.model.backbone, ids, mask, generation_config, criteria, options)
+        return prepare(self.plain, ids, mask, generation_config, criteria, options)
 
     def _write(self, rows: list[Row], generator: torch.Generator | None) -> list[DecodingStats]:
         """Write all rows to their ends."""
@@ -303,13 +280,13 @@ class MedusaDecoder:
     def prefill(self, rows: list[Row], generator: torch.Generator | None = None) -> DecodingState:
         """Cache the prompts and choose the first roots; room for the whole texts and one tree is taken at once."""
         lengths = [len(row.prompt) + row.limit for row in rows]
-        check_rope_switch(self.backbone, [len(row.prompt) for row in rows], lengths, self.tree.depth)
-        capacity = max(lengths) + self.tree.num_nodes
+        check_rope_switch(self.backbone, [len(row.prompt) for row in rows], lengths, self.proposer.depth)
+        capacity = max(lengths) + self.proposer.sizes[-1]
         cache = TreeCache(self.backbone.num_layers, capacity, len(rows))
         hidden, logits = prefill(self.backbone, [row.prompt for row in rows], cache)
         draws = RandomDraws(generator) if any(row.do_sample for row in rows) else CertainDraws()
         root = TreeLayout.of(CandidateTree(()), self.device)
-        state = DecodingState(rows, cache, hidden, rows[0].ids[:0], generator, draws)
+        state = DecodingState(rows, cache, hidden, rows[0].ids[:0], generator, draws, self.proposer.start(rows))
         empty = Candidates(root.depths.new_zeros(len(rows), 1))
         self.accept(state, empty, logits[:, None], root)
         return self._carry_on(state, hidden)
@@ -329,32 +306,20 @@ class MedusaDecoder:
 
     def propose(self, state: DecodingState) -> tuple[Candidates, TreeLayout]:
         """Fill the tree behind every row's root; returns it with its topology."""
-        layout = self.layout
-        if isinstance(layout, DynamicLayout):
-            return propose_dynamic(self.heads, state.hidden, state.root, layout)
-        if self.proposal == "top_k" or layout.num_nodes == 1:
-            return propose(self.heads, state.hidden, state.root, layout), layout
-        candidates = propose_by_chance(
-            self.heads,
-            state.hidden,
-            state.root,
-            layout,
-            self.backbone.vocab_size,
-            warp=lambda logits: draft_scores(state.rows, logits),
-            mixed=self.proposal == "mixed",
-            generator=state.generator,
-        )
-        return candidates, layout
+        return state.drafting.propose(state)
 
     def accept(self, state: DecodingState, candidates: Candidates, logits: Tensor, layout: TreeLayout) -> list[Path]:
         """Emit what is accepted of a verified tree, logits [B, N, V], and the next roots to the rows."""
-        if self.typical is not None:
-            return walk_typical(state.rows, candidates, logits, layout, self.typical, state.draws)
-        return walk_exact(state.rows, candidates, logits, layout, self.proposal, state.draws)
+        if isinstance(self.acceptance, Typical):
+            return walk_typical(state.rows, candidates, logits, layout, self.acceptance, state.draws)
+        if isinstance(self.acceptance, Blockwise):
+            return walk_blockwise(state.rows, candidates, logits, layout, self.acceptance, state.draws)
+        return walk_exact(state.rows, candidates, logits, layout, state.draws)
 
     def commit(self, state: DecodingState, hidden: Tensor, paths: list[Path]) -> None:
         """Keep the accepted nodes of each row; hidden [B, N, D] is what their passes gave."""
         state.cache.keep(paths)
+        state.drafting.commit(paths)
         self._carry_on(state, hidden[torch.arange(len(paths)), [path[-1] for path in paths]])
 
     def _carry_on(self, state: DecodingState, hidden: Tensor) -> DecodingState:
@@ -366,6 +331,7 @@ class MedusaDecoder:
         if len(going) < len(state.rows):
             state.rows = [state.rows[i] for i in going]
             state.cache.select(going)
+            state.drafting.select(going)
             hidden = hidden[going]
         state.hidden = hidden
         state.root = torch.stack([row.ids[row.length - 1] for row in state.rows])

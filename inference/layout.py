@@ -38,6 +38,29 @@ class TreeLayout:
             top_k=tree.top_k,
         )
 
+    @classmethod
+    def of_parents(cls, parents: list[list[int]], num_nodes: int, device: torch.device) -> "TreeLayout":
+        """Lay out a tree of its own for each row.
+
+        Args:
+            parents: parent of each node but the root, for each row; a parent comes before its children.
+            num_nodes: N. Rows with fewer are filled up with nodes that no walk reaches; their tokens must be -1.
+            device: where to.
+        """
+        depths = torch.zeros(len(parents), num_nodes, dtype=torch.long)
+        ranks = torch.zeros(len(parents), num_nodes, dtype=torch.long)
+        ancestors = torch.eye(num_nodes, dtype=torch.bool).repeat(len(parents), 1, 1)
+        children: list[list[list[int]]] = []
+        for row, own in enumerate(parents):
+            below: list[list[int]] = [[] for _ in range(num_nodes)]
+            for node, parent in enumerate(own, start=1):
+                depths[row, node] = depths[row, parent] + 1
+                ranks[row, node] = len(below[parent])
+                ancestors[row, node] |= ancestors[row, parent]
+                below[parent].append(node)
+            children.append(below)
+        return cls(depths.to(device), ranks.to(device), ancestors.to(device), children, top_k=0)
+
     @property
     def num_nodes(self) -> int:
         """N, the root included."""

@@ -22,13 +22,25 @@ PROPOSALS: tuple[Proposal, ...] = get_args(Proposal)
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """How siblings were drawn: what acceptance must know to stay exact."""
+
+    q: Tensor
+    """The distributions, [B, Q, V]."""
+    q_of: Tensor
+    """Which of them the children of each node were drawn from, [N]."""
+    mixed: bool = False
+    """Whether only the last sibling was drawn, and the others chosen. Else all were, without replacement."""
+
+
+@dataclass(frozen=True)
 class Candidates:
     """A filled tree."""
 
     tokens: Tensor
-    """[B, N]; -1 where a node stays empty because its head had nothing left to draw."""
-    q: Tensor | None = None
-    """Where siblings are drawn: the distribution of each head, [B, K, V]."""
+    """[B, N]; -1 where a node stays empty, as where its head had nothing left to draw."""
+    drawn: Drawn | None = None
+    """None where nothing was drawn: candidates follow from the text."""
 
 
 def propose(heads: MedusaHeads, hidden: Tensor, root: Tensor, layout: TreeLayout) -> Candidates:
@@ -61,6 +73,7 @@ def propose_by_chance(
     vocab_size: int,
     warp: Callable[[Tensor], Tensor],
     mixed: bool,
+    chance: Tensor,
     generator: torch.Generator | None,
 ) -> Candidates:
     """Like `propose`, but siblings are drawn from the heads; a node's rank only says how many siblings it has.
@@ -76,34 +89,51 @@ def propose_by_chance(
         vocab_size: V.
         warp: what is done to the heads' logits [B, K, Vd] before drawing: the temperature, for one.
         mixed: whether the likeliest tokens come first and only the last sibling is drawn.
+        chance: bool [B]; other rows, which are greedy, take the likeliest tokens.
         generator: the dice.
     """
-    scores = warp(heads(hidden, root).transpose(0, 1).float())  # [B, K, Vd]
-    log_q = scores.log_softmax(dim=-1)
-    # Acceptance must know how likely each draw was, so what underflows in q is never drawn.
-    log_q = log_q.masked_fill(log_q.exp() < torch.finfo(log_q.dtype).tiny, -torch.inf)
-    # The largest of log q + Gumbel noise is a draw from q, the next ones draws without replacement. Exponential noise
-    # is finer near 0 than uniform noise near 1, whose 24 bits would draw tokens with q < 1e-6 too rarely.
-    perturbed = log_q - torch.empty_like(log_q).exponential_(generator=generator).log()
+    log_q = drawable(warp(heads(hidden, root).transpose(0, 1).float()))  # [B, K, Vd]
+    perturbed = perturb(log_q, chance, generator)
     tokens = torch.full((len(root), layout.num_nodes), NO_TOKEN, device=root.device)
     tokens[:, 0] = root
     depths = layout.depths[0].tolist()
     for node, children in enumerate(layout.children[0]):
-        if not children:
-            continue
-        k, count = depths[node], len(children)
-        if mixed:
-            fixed = log_q[:, k].topk(count - 1, dim=-1).indices
-            best = perturbed[:, k].scatter(1, fixed, -torch.inf).max(dim=-1, keepdim=True)
-            index = torch.cat([fixed, best.indices], dim=1)
-            value = torch.cat([log_q[:, k].gather(1, fixed), best.values], dim=1)
-        else:
-            value, index = perturbed[:, k].topk(count, dim=-1)
-        tokens[:, children] = torch.where(value > -torch.inf, heads.to_vocab(index), NO_TOKEN)
-    return Candidates(tokens, _over_vocabulary(heads, log_q.exp(), vocab_size))
+        if children:
+            k = depths[node]
+            tokens[:, children] = draw_siblings(heads, log_q[:, k], perturbed[:, k], len(children), mixed)
+    # Children of a node at depth k were drawn from head k.
+    return Candidates(tokens, Drawn(over_vocabulary(heads, log_q.exp(), vocab_size), layout.depths[0], mixed))
 
 
-def _over_vocabulary(heads: MedusaHeads, q: Tensor, vocab_size: int) -> Tensor:
+def drawable(scores: Tensor) -> Tensor:
+    """Log-probabilities of what may be drawn, [..., Vd]; acceptance must know each of them, so none that underflows."""
+    log_q = scores.log_softmax(dim=-1)
+    return log_q.masked_fill(log_q.exp() < torch.finfo(log_q.dtype).tiny, -torch.inf)
+
+
+def perturb(log_q: Tensor, chance: Tensor, generator: torch.Generator | None) -> Tensor:
+    """log q [B, .., Vd] + Gumbel noise: the largest is a draw from q, the next ones are draws without replacement.
+
+    Rows without `chance` get no noise. Exponential noise is finer near 0 than uniform noise near 1, whose 24 bits would
+    draw tokens with q < 1e-6 too rarely.
+    """
+    noise = torch.empty_like(log_q).exponential_(generator=generator).log()
+    return log_q - noise * chance[:, None, None]
+
+
+def draw_siblings(heads: MedusaHeads, log_q: Tensor, perturbed: Tensor, count: int, mixed: bool) -> Tensor:
+    """`count` siblings from log q [B, Vd] and what `perturb` made of it: tokens [B, count], -1 where none is left."""
+    if mixed:
+        fixed = log_q.topk(count - 1, dim=-1).indices
+        best = perturbed.scatter(1, fixed, -torch.inf).max(dim=-1, keepdim=True)
+        index = torch.cat([fixed, best.indices], dim=1)
+        value = torch.cat([log_q.gather(1, fixed), best.values], dim=1)
+    else:
+        value, index = perturbed.topk(count, dim=-1)
+    return torch.where(value > -torch.inf, heads.to_vocab(index), NO_TOKEN)
+
+
+def over_vocabulary(heads: MedusaHeads, q: Tensor, vocab_size: int) -> Tensor:
     """Distributions over the draft vocabulary [B, K, Vd] -> over the whole one [B, K, V]."""
     ids = heads.to_vocab(torch.arange(q.shape[-1], device=q.device))
     return q.new_zeros((*q.shape[:-1], vocab_size)).index_copy_(-1, ids, q)

@@ -1,20 +1,28 @@
 """Choose the tree's size, and how the backbone multiplies: most expected tokens per second on this machine."""
 
 import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from medusa.backbone import Backbone
+from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel
+from medusa.packed_linear import can_pack, pack_linears
 from medusa.tree import CandidateTree
 from medusa.tree_search import SearchedTree
 
 from .cache import TreeCache
-from .dynamic_tree import DynamicLayout, DynamicTree, propose_dynamic
-from .layout import TreeLayout
-from .propose import propose
-from .verify import prefill, verify
+from .draws import CertainDraws
+from .dynamic_tree import DynamicTree
+from .head_proposer import HeadProposer
+from .propose import PROPOSALS, Proposal
+from .proposer import DecodingState
+from .request import Row
+from .verify import check_tree_attention, prefill, verify
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 DYNAMIC_SIZES = (1, 2, 4, 8, 16, 32)
@@ -23,6 +31,66 @@ CONTEXT = 128
 ROUNDS = 6
 WORTH_TIMING = 0.7
 """After a first look, trees that promise less than this share of the best are not timed again."""
+
+
+def propose_with_heads(
+    model: MedusaModel,
+    tree: str | CandidateTree | DynamicTree | Sequence[Sequence[int]],
+    proposal: Proposal | Literal["auto"],
+    pack_weights: bool | Literal["auto"],
+    compiles: bool,
+) -> tuple[Backbone, HeadProposer]:
+    """Settle the tree, and which view of the backbone verifies it; arguments as for `MedusaDecoder`.
+
+    Raises:
+        ValueError: an argument is not allowed, the tree does not fit the heads, or the backbone cannot verify trees.
+    """
+    dynamic = tree == "dynamic" or isinstance(tree, DynamicTree)
+    if proposal == "auto":
+        proposal = "top_k" if dynamic else "sampled"
+    if proposal not in PROPOSALS:
+        raise ValueError(f"proposal is {proposal!r}; allowed: 'auto', {', '.join(map(repr, PROPOSALS))}")
+    if proposal != "top_k" and dynamic:
+        raise ValueError(
+            f"proposal={proposal!r} draws siblings, and a dynamic tree would choose among them by what was drawn, "
+            "which is not exact; a dynamic tree takes 'top_k'"
+        )
+    may_pack = pack_weights == "auto" and tree in ("auto", "dynamic") and can_pack(model.model) is None
+    backbones = [] if pack_weights is True else [model.backbone]
+    backbones += [Backbone(pack_linears(model.model))] if pack_weights is True or may_pack else []
+    for backbone in backbones:
+        check_tree_attention(backbone)
+    backbone, settled = _settle(model, tree, backbones)
+    device = backbone.lm_weight.device
+    heads: MedusaHeads = torch.compile(model.heads) if compiles else model.heads  # type: ignore[assignment]
+    return backbone, HeadProposer(heads, settled, backbone.vocab_size, device, proposal)
+
+
+def _settle(
+    model: MedusaModel,
+    tree: str | CandidateTree | DynamicTree | Sequence[Sequence[int]],
+    backbones: list[Backbone],
+) -> tuple[Backbone, CandidateTree | DynamicTree]:
+    """The backbone and the tree; measured where that is asked for, else the first backbone."""
+    if isinstance(tree, CandidateTree | DynamicTree):
+        return backbones[0], tree
+    if not isinstance(tree, str):
+        return backbones[0], CandidateTree.from_paths(tree)
+    if tree == "dynamic":
+        return choose_dynamic_tree(model, backbones)
+    if tree != "auto":
+        raise ValueError(
+            f"tree is {tree!r}; allowed: 'auto', 'dynamic', a CandidateTree, a DynamicTree, or a list of rank paths"
+        )
+    if model.searched_tree is None:
+        warnings.warn(
+            "no tree was searched for these heads, so the decoder checks one chain of best guesses; "
+            "`medusa tree CHECKPOINT --data FILE` finds a better one",
+            stacklevel=4,
+        )
+        return backbones[0], CandidateTree.chain(model.config.num_heads)
+    choice = choose_tree(model, backbones, model.searched_tree)
+    return choice.backbone, choice.tree
 
 
 @dataclass
@@ -122,24 +190,21 @@ class StepTimer:
     def __init__(self, model: MedusaModel, backbone: Backbone) -> None:
         self.heads = model.heads
         self.backbone = backbone
-        self.prompt = torch.arange(CONTEXT, device=backbone.lm_weight.device) % backbone.vocab_size
+        prompt = torch.arange(CONTEXT, device=backbone.lm_weight.device) % backbone.vocab_size
         if backbone.context_length is not None:
-            self.prompt = self.prompt[: max(1, backbone.context_length - max(SIZES))]
-        self.cache = TreeCache(backbone.num_layers, len(self.prompt) + max(SIZES))
-        self.hidden, logits = prefill(backbone, [self.prompt], self.cache)
-        self.root = logits.argmax(dim=-1)
+            prompt = prompt[: max(1, backbone.context_length - max(SIZES))]
+        cache = TreeCache(backbone.num_layers, len(prompt) + max(SIZES))
+        hidden, logits = prefill(backbone, [prompt], cache)
+        rows, root = [Row.greedy(prompt, 1)], logits.argmax(dim=-1)
+        proposer = HeadProposer(model.heads, CandidateTree(()), backbone.vocab_size, prompt.device)
+        self.state = DecodingState(rows, cache, hidden, root, None, CertainDraws(), proposer)
 
     @torch.inference_mode()
     def seconds(self, tree: CandidateTree | DynamicTree) -> float:
         """Time of one step: proposal, verification, the backbone's choices. Nothing is kept of it."""
-        if isinstance(tree, DynamicTree):
-            dynamic = DynamicLayout.of(tree, self.prompt.device)
-            started = time.perf_counter()
-            candidates, layout = propose_dynamic(self.heads, self.hidden, self.root, dynamic)
-        else:
-            layout = TreeLayout.of(tree, self.prompt.device)
-            started = time.perf_counter()
-            candidates = propose(self.heads, self.hidden, self.root, layout)
-        _, logits = verify(self.backbone, candidates.tokens, layout, self.cache)
+        proposer = HeadProposer(self.heads, tree, self.backbone.vocab_size, self.state.root.device)
+        started = time.perf_counter()
+        candidates, layout = proposer.propose(self.state)
+        _, logits = verify(self.backbone, candidates.tokens, layout, self.state.cache)
         logits.argmax(dim=-1).tolist()
         return time.perf_counter() - started

@@ -5,24 +5,26 @@ that plain decoding would make, even those that remember what they saw, and a ro
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .accept import NO_TOKEN, Typical, accept_fixed, accept_mixed, accept_sampled
+from .accept import NO_TOKEN, Blockwise, Typical, accept_fixed, accept_mixed, accept_sampled, possible
 from .draws import Draws
 from .layout import TreeLayout
-from .propose import Candidates, Proposal
+from .propose import Candidates
 from .request import Row
 from .warp import probabilities, processed_scores
 
 Path = list[int]
 """Accepted nodes, from the root on."""
+Decide = Callable[[Tensor, Tensor, list[int], list[Path], list[list[int]]], tuple[Tensor, Tensor]]
+"""Rule at a node: processed scores [R, V], p [R, V], which rows, their paths and the children of the paths' ends -> the
+next token [R] and which child carries it [R], -1 for none."""
 
 
-def walk_exact(
-    rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, proposal: Proposal, draws: Draws
-) -> list[Path]:
+def walk_exact(rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, draws: Draws) -> list[Path]:
     """Accept what keeps the backbone's distribution; the accepted tokens and the bonus token are emitted to the rows.
 
     Args:
@@ -30,12 +32,42 @@ def walk_exact(
         candidates: the filled tree.
         logits: the backbone's after each node, [B, N, V].
         layout: the tree.
-        proposal: how the candidates were made.
         draws: the dice.
 
     Returns:
         The accepted nodes of each row.
     """
+
+    def decide(
+        scores: Tensor, p: Tensor, active: list[int], paths: list[Path], children: list[list[int]]
+    ) -> tuple[Tensor, Tensor]:
+        return _decide(p, candidates, active, [path[-1] for path in paths], children, draws)
+
+    return _walk(rows, logits, layout, decide)
+
+
+def walk_blockwise(
+    rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, blockwise: Blockwise, draws: Draws
+) -> list[Path]:
+    """Accept as long as a child meets the criterion, or the block is too small; of several the first. As above."""
+
+    def decide(
+        scores: Tensor, p: Tensor, active: list[int], paths: list[Path], children: list[list[int]]
+    ) -> tuple[Tensor, Tensor]:
+        token, tokens = draws.categorical(p), _tokens_of(candidates.tokens, active, children)
+        if tokens.shape[1] == 0:
+            return token, torch.full_like(token, NO_TOKEN)
+        short = torch.tensor([len(path) < blockwise.min_block for path in paths], device=p.device)
+        met = blockwise.accepts(scores, token, tokens)  # [R, C]
+        stays = torch.where((short & ~met.any(dim=1))[:, None], possible(scores, tokens), met)
+        child = torch.where(stays.any(dim=1), stays.int().argmax(dim=1), NO_TOKEN)
+        return torch.where(child == NO_TOKEN, token, tokens.gather(1, child.clamp(min=0)[:, None])[:, 0]), child
+
+    return _walk(rows, logits, layout, decide)
+
+
+def _walk(rows: list[Row], logits: Tensor, layout: TreeLayout, decide: Decide) -> list[Path]:
+    """Go down all trees at once, a node a time, and emit what is decided."""
     paths: list[Path] = [[0] for _ in rows]
     active = list(range(len(rows)))
     while active:
@@ -45,7 +77,7 @@ def walk_exact(
         scores = processed_scores(here, [row.context for row in here], raw)
         p = probabilities(here, scores)
         children = [layout.children_of(b, node) for b, node in zip(active, nodes, strict=True)]
-        token, child = _decide(p, candidates, active, children, layout, proposal, draws)
+        token, child = decide(scores, p, active, [paths[b] for b in active], children)
         walking = []
         for i, (b, next_token, which) in enumerate(zip(active, token.tolist(), child.tolist(), strict=True)):
             rows[b].emit(next_token, scores[i], raw[i])
@@ -60,21 +92,24 @@ def _decide(
     p: Tensor,
     candidates: Candidates,
     active: list[int],
+    nodes: list[int],
     children: list[list[int]],
-    layout: TreeLayout,
-    proposal: Proposal,
     draws: Draws,
 ) -> tuple[Tensor, Tensor]:
-    """Apply the rule that fits the proposal: the next token [R], and which child of its node carries it [R]."""
+    """Apply the rule that fits how the children of `nodes` came about.
+
+    Returns the next token of each active row, [R], and which child of its node carries it, [R].
+    """
     tokens = _tokens_of(candidates.tokens, active, children)  # [R, C]
-    if proposal == "top_k" or tokens.shape[1] == 0:
+    drawn = candidates.drawn
+    if drawn is None or tokens.shape[1] == 0:
         return accept_fixed(p, tokens, draws)
-    assert candidates.q is not None
-    first = [nodes[0] if nodes else 0 for nodes in children]
-    q = candidates.q[active, layout.depths[0, first].sub(1).clamp(min=0)].to(p.dtype)  # [R, V]
-    if proposal == "sampled":
+    # Of a node without children no q is needed, and its index may be of none.
+    index = drawn.q_of[nodes].clamp(max=drawn.q.shape[1] - 1)
+    q = drawn.q[active, index].to(p.dtype)  # [R, V]
+    if not drawn.mixed:
         return accept_sampled(p, q, tokens, draws)
-    counts = torch.tensor([len(nodes) for nodes in children], device=p.device)
+    counts = torch.tensor([len(group) for group in children], device=p.device)
     last = counts.sub(1).clamp(min=0)[:, None]
     sampled = torch.where(counts > 0, tokens.gather(1, last)[:, 0], NO_TOKEN)
     token, child = accept_mixed(p, q, tokens.scatter(1, last, NO_TOKEN), sampled, draws)

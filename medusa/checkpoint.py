@@ -107,6 +107,7 @@ def write_heads(directory: Path, state: dict[str, Tensor], config: MedusaConfig,
         "medusa_num_layers": config.num_layers,
         "medusa_projection": config.projection,
         "medusa_root_conditioned": config.root_conditioned,
+        "medusa_sequential": config.sequential,
         "medusa_fc_bias": True,
         **facts,
     }

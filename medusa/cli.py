@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from .cli_bench import bench
 from .cli_common import Checkpoint, Dtype, Json, fail, load, show
 from .cli_decoding import chat, generate
 from .cli_verify import verify
@@ -186,6 +187,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         "layers": entries.get("medusa_num_layers", 1),
         "projection": entries.get("medusa_projection", "own"),
         "root_conditioned": entries.get("medusa_root_conditioned", False),
+        "sequential": entries.get("medusa_sequential", False),
         "hidden_size": entries.get("hidden_size"),
         "vocab_size": entries.get("vocab_size"),
         "draft_vocab_size": None if draft_vocab is None else len(draft_vocab),
@@ -234,5 +236,5 @@ def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length
         console.print(text)
 
 
-for decoding_command in (verify, generate, chat):
+for decoding_command in (verify, generate, chat, bench):
     app.command()(decoding_command)

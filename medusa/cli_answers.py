@@ -173,7 +173,7 @@ def answer_file(speaker: Speaker, checkpoint: str, source: Path, out: Path, batc
         speaker.max_new_tokens,
         speaker.system,
         speaker.options,
-        "exact" if speaker.decoder.typical is None else str(speaker.decoder.typical),
+        str(speaker.decoder.acceptance),
         speaker.tokenizer.chat_template,
     )
     check_settings(out, settings)

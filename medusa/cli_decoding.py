@@ -19,7 +19,8 @@ TopP = Annotated[
     float | None, typer.Option(help="Draw from the likeliest tokens of this probability together; unsaid: the model's.")
 ]
 TopK = Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; unsaid: the model's.")]
-Seed = Annotated[int | None, typer.Option(help="Draw the same again.")]
+Seed = Annotated[int | None, typer.Option(help="Draw the same again; the same tree must draw it, so give --nodes.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Size of the searched tree; unsaid: the fastest one here.")]
 Acceptance = Annotated[
     str, typer.Option(help="exact: as the backbone alone would write. typical: more guesses, another distribution.")
 ]
@@ -27,7 +28,7 @@ Epsilon = Annotated[
     float | None, typer.Option(help="With --acceptance typical: how unlikely a guess may be; unsaid: 0.09.")
 ]
 Guesses = Annotated[
-    str, typer.Option("--proposal", help="How heads choose guesses when tokens are drawn: top_k, sampled or mixed.")
+    str, typer.Option("--proposal", help="How heads choose guesses when tokens are drawn: auto, top_k, sampled, mixed.")
 ]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop after this text; can be given several times.")]
 ShowAccepted = Annotated[bool, typer.Option("--show-accepted", help="Mark what the heads guessed in green.")]
@@ -51,9 +52,10 @@ def generate(
     seed: Seed = None,
     acceptance: Acceptance = "exact",
     epsilon: Epsilon = None,
-    proposal: Guesses = "top_k",
+    proposal: Guesses = "auto",
     stop: Stop = None,
     show_accepted: ShowAccepted = False,
+    nodes: Nodes = None,
     pack_weights: PackWeights = None,
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -66,7 +68,7 @@ def generate(
     text = (prompt if prompt is not None else _piped()) if source is None else ""
     options = _options(temperature, top_p, top_k, stop)
     speaker = _speaker(
-        checkpoint, dtype, pack_weights, max_new_tokens, system, options, seed, acceptance, epsilon, proposal
+        checkpoint, dtype, pack_weights, nodes, max_new_tokens, system, options, seed, acceptance, epsilon, proposal
     )
     if source is not None and out is not None:
         _answer_file(speaker, checkpoint, source, out, batch_size, as_json)
@@ -84,9 +86,10 @@ def chat(
     seed: Seed = None,
     acceptance: Acceptance = "exact",
     epsilon: Epsilon = None,
-    proposal: Guesses = "top_k",
+    proposal: Guesses = "auto",
     stop: Stop = None,
     show_accepted: ShowAccepted = False,
+    nodes: Nodes = None,
     pack_weights: PackWeights = None,
     dtype: Dtype = "auto",
 ) -> None:
@@ -96,6 +99,7 @@ def chat(
         checkpoint,
         dtype,
         pack_weights,
+        nodes,
         max_new_tokens,
         system,
         options,
@@ -114,6 +118,7 @@ def _speaker(
     checkpoint: str,
     dtype: str,
     pack_weights: bool | None,
+    nodes: int | None,
     max_new_tokens: int,
     system: str | None,
     options: dict[str, Any],
@@ -139,7 +144,7 @@ def _speaker(
             "use `medusa generate`, which continues plain text"
         )
     give_template(tokenizer)
-    decoder = make_decoder(model, pack_weights, acceptance=rule, proposal=proposal)
+    decoder = make_decoder(model, pack_weights, nodes, acceptance=rule, proposal=proposal)
     return Speaker(decoder, tokenizer, max_new_tokens, options, dice(None, seed, decoder.device), system)
 
 
@@ -173,7 +178,7 @@ def _answer_one(speaker: "Speaker", text: str, show_accepted: bool, as_json: boo
         note(summary(stats))
         return
     said: list[Piece] = list(pieces)
-    figures = {"text": text_of(said), **figures_of(stats), "tree_nodes": speaker.decoder.tree.num_nodes}
+    figures = {"text": text_of(said), **figures_of(stats), "tree_nodes": speaker.decoder.proposer.sizes[-1]}
     if show_accepted:
         figures["pieces"] = [{"text": piece.text, "accepted": piece.accepted} for piece in said if piece.text]
     print(json.dumps(figures))

@@ -65,7 +65,7 @@ def verify(
         "explained_by_rounding": len(differences) - unexplained,
         "unexplained": unexplained,
         "tokens_per_step": round(runs.tokens_per_step, 3),
-        "tree_nodes": decoder.tree.num_nodes,
+        "tree_nodes": decoder.proposer.sizes[-1],
         "weights_packed": decoder.backbone is not model.backbone,
         "dtype": str(model.model.dtype).removeprefix("torch."),
         "divergences": [
@@ -78,7 +78,7 @@ def verify(
         show(as_json, figures, columns, rows, "where answers part")
     if not as_json:
         verdict = (
-            f"{len(ids)} prompts, {figures['dtype']}, {decoder.tree.num_nodes} nodes: {runs.identical} answers "
+            f"{len(ids)} prompts, {figures['dtype']}, {decoder.proposer.sizes[-1]} nodes: {runs.identical} answers "
             f"identical, {len(differences) - unexplained} part where rounding decides, {unexplained} unexplained"
         )
         Console().print(verdict, highlight=False)

@@ -24,6 +24,9 @@ class MedusaConfig:
     """Token ids that the heads may propose (ascending, unique); None is the whole vocabulary."""
     root_conditioned: bool = False
     """Whether a head also sees the embedding of the root, the token the backbone chose for t+1."""
+    sequential: bool = False
+    """Whether head k also sees the embeddings of all tokens before its own: the root and the guesses of heads 0 to k-1
+    (Hydra, Ankner et al. 2024). Better guesses, for a small pass of each head after the one before it."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_layers"):
@@ -32,8 +35,15 @@ class MedusaConfig:
                 raise ValueError(f"MedusaConfig.{name} is {value!r}; it must be a whole number of at least 1")
         if self.projection not in PROJECTIONS:
             raise ValueError(f"MedusaConfig.projection is {self.projection!r}; allowed: {', '.join(PROJECTIONS)}")
-        if not isinstance(self.root_conditioned, bool):
-            raise ValueError(f"MedusaConfig.root_conditioned is {self.root_conditioned!r}; it must be true or false")
+        for name in ("root_conditioned", "sequential"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"MedusaConfig.{name} is {value!r}; it must be true or false")
+        if self.sequential and self.root_conditioned:
+            raise ValueError(
+                "MedusaConfig.root_conditioned and MedusaConfig.sequential are both true; sequential heads see the "
+                "root as they are, leave root_conditioned out"
+            )
         if self.draft_vocab is not None:
             ids = tuple(int(i) for i in self.draft_vocab)
             if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:
@@ -42,3 +52,7 @@ class MedusaConfig:
                     f"got {len(ids)} ids starting {list(ids[:5])}"
                 )
             object.__setattr__(self, "draft_vocab", ids)
+
+    def tokens_seen(self, k: int) -> int:
+        """How many tokens behind the hidden state head k sees."""
+        return k + 1 if self.sequential else int(self.root_conditioned)

@@ -28,19 +28,25 @@ class LogitTransform:
 class ResBlock(nn.Module):
     """`h + SiLU(W x + b)`, W and b zero at first: an exact identity in h (Cai et al. 2024, section 3.1.1).
 
-    x is h, or h with the root's embedding behind it.
+    x is h, or h with embeddings of tokens behind it. The first block of a sequential head learns its skip connection
+    too, `R x + r` instead of h (Ankner et al. 2024); R starts as the identity in h.
     """
 
-    def __init__(self, hidden_size: int, root_conditioned: bool = False) -> None:
+    def __init__(self, hidden_size: int, tokens_seen: int = 0, learned_skip: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size * (2 if root_conditioned else 1), hidden_size)
+        inputs = hidden_size * (1 + tokens_seen)
+        self.linear = nn.Linear(inputs, hidden_size)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
+        self.res_connection = nn.Linear(inputs, hidden_size) if learned_skip else None
+        if self.res_connection is not None:
+            nn.init.eye_(self.res_connection.weight)
+            nn.init.zeros_(self.res_connection.bias)
 
-    def forward(self, hidden: Tensor, root_embedding: Tensor | None = None) -> Tensor:
-        """[P, D] (and [P, D]) -> [P, D]."""
-        x = hidden if root_embedding is None else torch.cat([hidden, root_embedding], dim=-1)
-        return hidden + F.silu(self.linear(x))
+    def forward(self, x: Tensor) -> Tensor:
+        """[P, (1 + tokens seen) D] -> [P, D]."""
+        skip = x[:, : self.linear.out_features] if self.res_connection is None else self.res_connection(x)
+        return skip + F.silu(self.linear(x))
 
 
 class MedusaHead(nn.Sequential):
@@ -49,36 +55,32 @@ class MedusaHead(nn.Sequential):
     The modules are numbered as in the reference checkpoints: `{l}.linear.weight`, `{l}.linear.bias`, `{L}.weight`.
     """
 
-    def __init__(self, config: MedusaConfig, hidden_size: int, vocab_size: int, projection_bias: bool) -> None:
-        blocks: list[nn.Module] = [
-            ResBlock(hidden_size, root_conditioned=config.root_conditioned and layer == 0)
-            for layer in range(config.num_layers)
-        ]
+    def __init__(self, config: MedusaConfig, k: int, hidden_size: int, vocab_size: int, projection_bias: bool) -> None:
+        blocks: list[nn.Module] = [ResBlock(hidden_size, config.tokens_seen(k), learned_skip=config.sequential)]
+        blocks += [ResBlock(hidden_size) for _ in range(1, config.num_layers)]
         if config.projection == "own":
             blocks.append(nn.Linear(hidden_size, vocab_size, bias=projection_bias))
         super().__init__(*blocks)
         self.num_layers = config.num_layers
-        self.root_conditioned = config.root_conditioned
 
-    def features(self, hidden: Tensor, root_embedding: Tensor | None) -> Tensor:
-        """What the projection sees. [P, D] -> [P, D]."""
+    def features(self, x: Tensor) -> Tensor:
+        """What the projection sees. [P, (1 + tokens seen) D] -> [P, D]."""
         for layer in range(self.num_layers):
-            first = layer == 0 and self.root_conditioned
-            hidden = self[layer](hidden, root_embedding) if first else self[layer](hidden)
-        return hidden
+            x = self[layer](x)
+        return x
 
 
 class MedusaHeads(nn.ModuleList):
     """K heads over one backbone.
 
-    The shared projection, the embedding of the root and the draft vocabulary are buffers taken from the backbone:
+    The shared projection, the embedding of tokens and the draft vocabulary are buffers taken from the backbone:
     they follow the heads to their device and are never trained or saved.
     """
 
     draft_ids: Tensor | None
     shared_weight: Tensor | None
     shared_bias: Tensor | None
-    root_table: Tensor | None
+    token_table: Tensor | None
     unknown: Tensor | None
 
     def __init__(
@@ -95,7 +97,7 @@ class MedusaHeads(nn.ModuleList):
             config: their architecture.
             lm_weight: weight of the LM head, [V, D].
             lm_bias: its bias, [V], or None.
-            embedding: the backbone's input embedding, [V, D]; kept (not copied) when the heads see the root.
+            embedding: the backbone's input embedding, [V, D]; kept (not copied) when the heads see tokens.
             transform: what the backbone does to its LM head's output.
 
         Raises:
@@ -112,7 +114,7 @@ class MedusaHeads(nn.ModuleList):
         bias = None if lm_bias is None else lm_bias.detach() if draft_ids is None else lm_bias.detach()[draft_ids]
 
         super().__init__(
-            MedusaHead(config, hidden_size, len(weight), bias is not None) for _ in range(config.num_heads)
+            MedusaHead(config, k, hidden_size, len(weight), bias is not None) for k in range(config.num_heads)
         )
         self.config = config
         self.transform = transform
@@ -121,7 +123,8 @@ class MedusaHeads(nn.ModuleList):
         self.register_buffer("shared_weight", None if own else weight, persistent=False)
         self.register_buffer("shared_bias", None if own else bias, persistent=False)
         self.register_buffer("unknown", None, persistent=False)
-        self.register_buffer("root_table", embedding.detach() if config.root_conditioned else None, persistent=False)
+        sees_tokens = config.root_conditioned or config.sequential
+        self.register_buffer("token_table", embedding.detach() if sees_tokens else None, persistent=False)
         self.to(device=lm_weight.device, dtype=lm_weight.dtype)
         if own:
             with torch.no_grad():
@@ -156,23 +159,56 @@ class MedusaHeads(nn.ModuleList):
         assert isinstance(linear, nn.Linear)
         return linear.weight, linear.bias
 
-    def features(self, hidden: Tensor, root: Tensor) -> Tensor:
-        """What each head's projection sees: hidden [P, D] and root ids [P] -> [K, P, D]."""
-        hidden = hidden.to(next(self.parameters()).dtype)  # a packed backbone computes in fp32 whatever its heads are
-        embedding = None
-        if self.root_table is not None:
-            # Embeddings are tens of times smaller than final hidden states; at unit size the heads learn from them.
-            embedding = F.rms_norm(F.embedding(root, self.root_table).to(hidden.dtype), hidden.shape[-1:])
-        return torch.stack([head.features(hidden, embedding) for head in map(self.head, range(len(self)))])
+    def features(self, hidden: Tensor, root: Tensor, following: Tensor | None = None) -> Tensor:
+        """What each head's projection sees.
 
-    def forward(self, hidden: Tensor, root: Tensor) -> Tensor:
-        """Logits of every head over the draft vocabulary: hidden [P, D] and root ids [P] -> [K, P, Vd]."""
-        features = self.features(hidden, root)
+        Args:
+            hidden: [P, D].
+            root: ids of the roots, [P].
+            following: ids of the tokens behind the roots, [P, K-1]; sequential heads need them, others do not look.
+
+        Returns:
+            [K, P, D].
+        """
+        path = root[:, None] if following is None else torch.cat([root[:, None], following], dim=1)
+        hidden, embedded = self._inputs(hidden, path)
+        return torch.stack([self._features(k, hidden, embedded) for k in range(len(self))])
+
+    def forward(self, hidden: Tensor, root: Tensor, following: Tensor | None = None) -> Tensor:
+        """Logits of every head over the draft vocabulary: arguments as for `features` -> [K, P, Vd]."""
+        features = self.features(hidden, root, following)
         if self.shared_weight is not None:
-            logits = self.project(features, 0)
-        else:
-            logits = torch.stack([self.project(features[k], k) for k in range(len(self))])
-        logits = self.transform(logits)
+            return self._logits(self.project(features, 0))
+        return self._logits(torch.stack([self.project(features[k], k) for k in range(len(self))]))
+
+    def forward_one(self, k: int, hidden: Tensor, path: Tensor) -> Tensor:
+        """Logits of head k alone: hidden [P, D] and the tokens from the root on, [P, k+1] -> [P, Vd]."""
+        hidden, embedded = self._inputs(hidden, path)
+        return self._logits(self.project(self._features(k, hidden, embedded), k))
+
+    def _inputs(self, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [P, D] in the heads' type, and the embeddings of tokens [P, J] where heads see any, [P, J, D].
+
+        A packed backbone computes in fp32 whatever its heads are.
+        """
+        hidden = hidden.to(next(self.parameters()).dtype)
+        if self.token_table is None:
+            return hidden, None
+        # Embeddings are tens of times smaller than final hidden states; at unit size the heads learn from them.
+        embedded = F.embedding(path, self.token_table).to(hidden.dtype)
+        return hidden, F.rms_norm(embedded, hidden.shape[-1:])
+
+    def _features(self, k: int, hidden: Tensor, embedded: Tensor | None) -> Tensor:
+        """What the projection of head k sees, [P, D]."""
+        seen = self.config.tokens_seen(k)
+        if embedded is None or seen == 0:
+            return self.head(k).features(hidden)
+        assert embedded.shape[1] >= seen, f"head {k} sees {seen} tokens and is given {embedded.shape[1]}"
+        return self.head(k).features(torch.cat([hidden, embedded[:, :seen].flatten(1)], dim=1))
+
+    def _logits(self, projected: Tensor) -> Tensor:
+        """The backbone's transform, and nothing for ids that are padding of the vocabulary; any shape [..., Vd]."""
+        logits = self.transform(projected)
         return logits if self.unknown is None else logits.index_fill(-1, self.unknown, -torch.inf)
 
     def project(self, features: Tensor, k: int) -> Tensor:

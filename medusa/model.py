@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from .backbone import Backbone
 from .checkpoint import (
@@ -121,6 +127,7 @@ class MedusaModel(nn.Module):
             projection=entries.get("medusa_projection", "own"),
             draft_vocab=draft_vocab,
             root_conditioned=entries.get("medusa_root_conditioned", False),
+            sequential=entries.get("medusa_sequential", False),
         )
         parts = Backbone(backbone)
         check_backbone(directory, entries, parts)
@@ -265,14 +272,18 @@ def fold_adapter(backbone: PreTrainedModel, directory: Path) -> PreTrainedModel:
     return merged
 
 
-def load_tokenizer(name_or_path: str) -> Any:
+def load_tokenizer(name_or_path: str, config: PreTrainedConfig | None = None) -> Any:
     """Load a tokenizer from a directory or the hub.
+
+    Args:
+        name_or_path: where from.
+        config: the backbone's; beside heads lies a configuration of theirs, which transformers would warn of.
 
     Raises:
         ValueError: it is not there.
     """
     try:
-        return AutoTokenizer.from_pretrained(name_or_path)
+        return AutoTokenizer.from_pretrained(name_or_path, config=config)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the tokenizer of {name_or_path!r}: {error}") from error
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from medusa import MedusaModel
 from medusa.inference import DynamicTree, MedusaDecoder
-from medusa.inference.decoder import DecodingState
 from medusa.inference.layout import TreeLayout
 from medusa.inference.propose import Candidates
+from medusa.inference.proposer import DecodingState
 from medusa.model import load_tokenizer
 from medusa.progress import progress_bar
 

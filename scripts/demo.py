@@ -41,28 +41,29 @@ HELD_OUT = 4
 """Prompts of each category to calibrate the tree on, and as many again to decode at the end."""
 NODES = 16
 """Size of the tree of the fp32 check, where outputs must be identical."""
-CHECKED_TOKENS = 96
+CHECKED_TOKENS = 64
 """Longest answer there."""
+SHOWN = 2
+"""How many answers in bf16 are shown, and looked at for why they differ, which takes as long as decoding plainly."""
+STARTED = time.perf_counter()
 console = Console()
 
 
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=448, help="how many prompts to train on")
+    parser.add_argument("--prompts", type=int, default=576, help="how many prompts to train on")
     parser.add_argument("--steps", type=int, help="train for at most so many steps")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--decode", type=int, default=6, help="how many prompts to decode both ways")
     parser.add_argument("--check", type=int, default=32, help="how many prompts to compare token by token in fp32")
     parser.add_argument("--work", type=Path, default=ROOT / ".demo", help="where everything is kept for the next run")
     arguments = parser.parse_args()
-    started = time.perf_counter()
-
     model_path = arguments.work / "model"
     with console.status("preparing SmolLM2-135M-Instruct"):
         prepare(model_path)
     splits = split_prompts(arguments.prompts)
-    work = arguments.work / content_key(splits, arguments.new_tokens, arguments.steps)
+    work = arguments.work / content_key(splits, arguments.new_tokens)
     answers = distil_answers(model_path, work, splits, arguments.new_tokens)
     checkpoint = train_heads(model_path, work, answers, arguments.steps)
     found = measure_heads(checkpoint, model_path, answers["calibration"])
@@ -71,7 +72,12 @@ def main() -> None:
     prompts = [encode(tokenizer, row["prompt"]) for row in splits["test"]]
     exact = check_exact(checkpoint, prompts[: arguments.check], min(arguments.new_tokens, CHECKED_TOKENS))
     fast = decode(checkpoint, prompts[: arguments.decode], arguments.new_tokens)
-    report(model_path, found, exact, fast, time.perf_counter() - started)
+    report(model_path, found, exact, fast)
+
+
+def stage(title: str) -> None:
+    """A heading, with the time since the start."""
+    console.rule(f"{title}  ({time.perf_counter() - STARTED:.0f} s)")
 
 
 def split_prompts(count: int) -> dict[str, list[dict[str, str]]]:
@@ -90,16 +96,15 @@ def split_prompts(count: int) -> dict[str, list[dict[str, str]]]:
 
 
 def content_key(*parts: Any) -> str:
-    """Directory name for what depends on `parts` and on the recipe."""
-    recipe = (ROOT / "configs" / "demo.yaml").read_text()
-    return hashlib.sha256(json.dumps([recipe, *parts], sort_keys=True).encode()).hexdigest()[:12]
+    """Directory name for what depends on `parts`."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def distil_answers(
     model_path: Path, work: Path, splits: dict[str, list[dict[str, str]]], new_tokens: int
 ) -> dict[str, Path]:
     """Let the model answer the prompts itself."""
-    console.rule("1  the model answers the training prompts")
+    stage("1  the model answers the training prompts")
     tokenizer = load_tokenizer(str(model_path))
     backbone = Backbone(load_backbone(str(model_path), torch.float32))
     work.mkdir(parents=True, exist_ok=True)
@@ -118,12 +123,12 @@ def distil_answers(
 
 def train_heads(model_path: Path, work: Path, answers: dict[str, Path], steps: int | None) -> Path:
     """Train with configs/demo.yaml."""
-    console.rule("2  heads learn to guess ahead")
+    stage("2  heads learn to guess ahead")
     overrides = {
         "backbone.path": model_path,
         "data.train": answers["train"],
         "data.eval": answers["calibration"],
-        "output.dir": work / "run",
+        "output.dir": work / f"run-{content_key((ROOT / 'configs' / 'demo.yaml').read_text(), steps)}",
     }
     if steps is not None:
         overrides["optimization.max_steps"] = steps
@@ -132,7 +137,7 @@ def train_heads(model_path: Path, work: Path, answers: dict[str, Path], steps: i
 
 def measure_heads(checkpoint: Path, model_path: Path, calibration: Path) -> HeadAccuracy:
     """Accuracy on held-out prompts, and the best tree of every size for these heads."""
-    console.rule("3  how good are they, and which tree suits them")
+    stage("3  how good are they, and which tree suits them")
     model = MedusaModel.from_pretrained(checkpoint, dtype=torch.float32)
     judged = judge_file(model, load_tokenizer(str(model_path)), str(calibration), 2048, recorded=True)
     searched = search_tree_for_decoding(
@@ -161,7 +166,7 @@ class ExactCheck:
 
 def check_exact(checkpoint: Path, prompts: list[torch.Tensor], new_tokens: int) -> ExactCheck:
     """Decode all held-out prompts as one batch in fp32, where outputs must be identical, with and without heads."""
-    console.rule("4  decoding prompts it never trained on, float32")
+    stage("4  decoding prompts it never trained on, float32")
     model = MedusaModel.from_pretrained(checkpoint, dtype=torch.float32)
     assert model.searched_tree is not None
     decoder = MedusaDecoder(model, tree=model.searched_tree.best(NODES))
@@ -186,7 +191,7 @@ def check_exact(checkpoint: Path, prompts: list[torch.Tensor], new_tokens: int) 
 
 def decode(checkpoint: Path, prompts: list[torch.Tensor], new_tokens: int) -> tuple[Summary, MedusaDecoder]:
     """Decode in bf16 with the tree that is fastest here, weights packed if that pays, and without heads."""
-    console.rule("5  decoding prompts it never trained on, one by one, bfloat16")
+    stage("5  decoding prompts it never trained on, one by one, bfloat16")
     model = MedusaModel.from_pretrained(checkpoint, dtype=torch.bfloat16)
     with console.status("timing trees on this machine"):
         decoder = MedusaDecoder(model, tree="auto", pack_weights="auto")
@@ -194,11 +199,9 @@ def decode(checkpoint: Path, prompts: list[torch.Tensor], new_tokens: int) -> tu
         return compare(decoder, prompts, new_tokens, advance), decoder
 
 
-def report(
-    model_path: Path, found: HeadAccuracy, exact: ExactCheck, fast: tuple[Summary, MedusaDecoder], seconds: float
-) -> None:
+def report(model_path: Path, found: HeadAccuracy, exact: ExactCheck, fast: tuple[Summary, MedusaDecoder]) -> None:
     """Print the table, two answers, what differs in bf16, and one line of JSON."""
-    console.rule("result")
+    stage("result")
     fast_runs, fast_decoder = fast
     packed = fast_decoder.backbone is not fast_decoder.model.backbone
     ratio = fast_runs.tokens_per_second / fast_runs.plain_tokens_per_second
@@ -218,7 +221,7 @@ def report(
     console.print(table)
 
     tokenizer = load_tokenizer(str(model_path))
-    for comparison in fast_runs.comparisons[:2]:
+    for comparison in fast_runs.comparisons[:SHOWN]:
         answers = {"without heads": comparison.plain, "with heads": comparison.medusa}
         panels = [
             Panel(tokenizer.decode(tokens, skip_special_tokens=True), title=title, width=58)
@@ -227,7 +230,7 @@ def report(
         question = tokenizer.decode(comparison.prompt[0], skip_special_tokens=True)
         console.print(question.strip(), style="bold", markup=False, highlight=False)
         console.print(Columns(panels))
-    for number, run in enumerate(fast_runs.comparisons):
+    for number, run in enumerate(fast_runs.comparisons[:SHOWN]):
         difference = explain(fast_decoder.model.backbone, run.prompt, run.plain, run.medusa)
         if difference is not None and difference.choice is not None:
             choice = difference.choice
@@ -252,7 +255,7 @@ def report(
         f"tokens_per_step_{NODES}_nodes": round(exact.tokens_per_step, 3),
         "prompts": len(fast_runs.comparisons),
         "threads": torch.get_num_threads(),
-        "seconds": round(seconds),
+        "seconds": round(time.perf_counter() - STARTED),
     }
     print(json.dumps(figures))
 

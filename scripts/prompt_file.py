@@ -1,24 +1,13 @@
-"""Prompts for the benchmark scripts."""
+"""Prompts for the scripts that measure."""
 
-import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from medusa.inference.questions import read_questions
+
 OWN_PROMPTS = Path(__file__).parent / "demo_prompts.jsonl"
-
-
-def read_questions(file: Path, per_category: int) -> list[str]:
-    """The first questions of every category in a JSONL file with `prompt` or `turns` (first turn), and `category`."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for line in file.read_text().splitlines():
-        row = json.loads(line)
-        questions = found[row.get("category", "")]
-        if len(questions) < per_category:
-            questions.append(row["turns"][0] if "turns" in row else row["prompt"])
-    return [question for questions in found.values() for question in questions]
 
 
 def encode(tokenizer: Any, question: str) -> torch.Tensor:
@@ -27,3 +16,8 @@ def encode(tokenizer: Any, question: str) -> torch.Tensor:
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     assert isinstance(ids, torch.Tensor)
     return ids
+
+
+def read_prompts(file: Path, per_category: int, tokenizer: Any) -> list[torch.Tensor]:
+    """The first turns of the first questions of every category, [T] each."""
+    return [encode(tokenizer, q.turns[0])[0] for q in read_questions(file, per_category, turns=1)]

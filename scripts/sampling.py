@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prompt_file import OWN_PROMPTS, encode, read_questions
+from prompt_file import OWN_PROMPTS, read_prompts
 from rich.console import Console
 from rich.table import Table
 from torch.nn.utils.rnn import pad_sequence
@@ -21,7 +21,7 @@ from medusa.model import load_tokenizer
 from medusa.progress import progress_bar
 
 WAYS: dict[str, dict[str, Any]] = {
-    "exact, top_k": {},
+    "exact, top_k": {"proposal": "top_k"},
     "exact, sampled": {"proposal": "sampled"},
     "exact, mixed": {"proposal": "mixed"},
     "typical": {"acceptance": "typical"},
@@ -45,8 +45,7 @@ def main() -> None:
         raise SystemExit("search a tree first: medusa tree CHECKPOINT --data FILE")
     tree = model.searched_tree.best(arguments.nodes)
     tokenizer = load_tokenizer(arguments.checkpoint)
-    questions = read_questions(arguments.prompts, arguments.per_category)
-    prompts = sorted((encode(tokenizer, question)[0] for question in questions), key=len)
+    prompts = sorted(read_prompts(arguments.prompts, arguments.per_category, tokenizer), key=len)
     size = arguments.batch_size
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from medusa import CandidateTree, MedusaModel
 from medusa.inference import MedusaDecoder
-from medusa.inference.decoder import DecodingState
+from medusa.inference.proposer import DecodingState
 
 pytestmark = pytest.mark.decoding
 

@@ -37,7 +37,7 @@ def saved(backbone: PreTrainedModel, tmp_path: Path) -> Path:
 def head_logits(medusa: MedusaModel) -> Tensor:
     ids = prompt_of(6)
     with torch.no_grad():
-        return medusa.heads(medusa.backbone.hidden(ids)[0], ids[0])
+        return medusa.heads(medusa.backbone.hidden(ids)[0], ids[0], ids[0, :, None].repeat(1, len(medusa.heads) - 1))
 
 
 def change_config(path: Path, **entries: object) -> None:
@@ -58,9 +58,9 @@ def everything_in(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "config",
     [
-        {"projection": projection, "draft_vocab": draft, "root_conditioned": root, "num_layers": layers}
-        for projection, draft, root, layers in itertools.product(
-            ("own", "shared"), (None, DRAFT), (False, True), (1, 2)
+        {"projection": projection, "draft_vocab": draft, "num_layers": layers, **sees}
+        for projection, draft, layers, sees in itertools.product(
+            ("own", "shared"), (None, DRAFT), (1, 2), ({}, {"root_conditioned": True}, {"sequential": True})
         )
     ],
     ids=lambda config: "-".join(str(value) for value in config.values()),

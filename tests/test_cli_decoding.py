@@ -77,7 +77,7 @@ def test_generate_says_what_generate_says(checkpoint: Path, answers: dict[str, s
 
 def test_options_reach_the_decoder(checkpoint: Path, answers: dict[str, str]) -> None:
     line = ("generate", checkpoint, "--prompt", "one", "--max-new-tokens", 12)
-    drawn = (*line, "--temperature", 2, "--top-k", 0, "--top-p", 1, "--seed")
+    drawn = (*line, "--temperature", 2, "--top-k", 0, "--top-p", 1, "--nodes", 4, "--seed")
     assert medusa(*drawn, 1) == medusa(*drawn, 1)
     assert len({medusa(*drawn, seed) for seed in range(3)} | {answers["one"] + "\n"}) == 4
     for extra in (("--proposal", "sampled"), ("--proposal", "mixed"), ("--acceptance", "typical", "--epsilon", 0.2)):
@@ -225,7 +225,7 @@ def test_verify_ends_with_1_where_rounding_explains_nothing(
         (["generate", "heads", "--prompt", "a", "--top-k", "5"], "--top-k is for drawn tokens"),
         (["generate", "heads", "--prompt", "a", "--epsilon", "0.1"], "--epsilon is for --acceptance typical"),
         (["generate", "heads", "--prompt", "a", "--acceptance", "fast"], "acceptance is 'fast'; allowed: 'exact'"),
-        (["generate", "heads", "--prompt", "a", "--proposal", "fast"], "proposal is 'fast'; allowed: 'top_k'"),
+        (["generate", "heads", "--prompt", "a", "--proposal", "fast"], "proposal is 'fast'; allowed: 'auto', 'top_k'"),
         (["generate", "heads", "--prompt", "x" * 600], "the prompt has"),
         (["generate", "absent", "--prompt", "a"], "'absent' is neither a directory nor a repository"),
         (["chat", "absent"], "'absent' is neither a directory nor a repository"),

@@ -36,7 +36,7 @@ def test_one_graph_for_every_prompt_and_context(name: str) -> None:
         assert decoder.generate(prompt, new).sequences.tolist() == hf_greedy(model, prompt, new).tolist()
     text = hf_greedy(model, prompt_of(9), 17 + K)
     guide(medusa, [text], rank=lambda t, k: t % 2)
-    decoder.heads = medusa.heads
+    decoder.proposer.heads = medusa.heads
     result = decoder.generate(prompt_of(9), 17)
     assert result.sequences.tolist() == text[:, :-K].tolist()
     assert result.stats.tokens_per_step >= 2
@@ -48,7 +48,7 @@ def test_one_graph_for_each_size_of_a_dynamic_tree() -> None:
     model = tiny_model("llama", torch.float64)
     tree = DynamicTree(TREE, (3, 4), seconds=(1.0, 1.05), tokens_per_second=1.0)
     decoder = MedusaDecoder(tiny_medusa(model, num_heads=K), tree, compile=True)
-    decoder.heads = decoder.model.heads
+    decoder.proposer.heads = decoder.model.heads
     counters.clear()
     for length, new in ((5, 30), (9, 70), (40, 30)):
         prompt = prompt_of(length)
@@ -68,7 +68,7 @@ def test_batches_stay_eager() -> None:
     torch._dynamo.reset()
     model = tiny_model("llama", torch.float64)
     decoder = MedusaDecoder(tiny_medusa(model, num_heads=K), TREE, compile=True)
-    decoder.heads = decoder.model.heads
+    decoder.proposer.heads = decoder.model.heads
     counters.clear()
     prompt = prompt_of(5)
     result = decoder.generate(prompt.repeat(2, 1), 6)

@@ -54,12 +54,12 @@ def test_random_heads_do_not_change_the_output(name: str, dtype: torch.dtype) ->
             assert result.stats.finish_reason == "length"
 
 
-@pytest.mark.parametrize("root_conditioned", [False, True])
+@pytest.mark.parametrize("sees", [None, "root_conditioned", "sequential"])
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("draft_vocab", [None, range(1, VOCAB, 2)], ids=["full", "draft"])
 @pytest.mark.parametrize("projection", ["own", "shared"])
 def test_every_kind_of_head_decodes(
-    projection: str, draft_vocab: range | None, num_layers: int, root_conditioned: bool
+    projection: str, draft_vocab: range | None, num_layers: int, sees: str | None
 ) -> None:
     medusa = tiny_medusa(
         shared_model("gemma3"),
@@ -67,7 +67,7 @@ def test_every_kind_of_head_decodes(
         projection=projection,
         draft_vocab=draft_vocab,
         num_layers=num_layers,
-        root_conditioned=root_conditioned,
+        **({} if sees is None else {sees: True}),
     )
     text = expected("gemma3", torch.float64, "sdpa", 5, NEW + K)
     result = MedusaDecoder(medusa, BRANCHING).generate(text[:, :5], max_new_tokens=NEW)
@@ -87,6 +87,18 @@ def test_perfect_heads_fill_every_step(name: str, dtype: torch.dtype, attention:
         assert result.stats.accepted == [K] * 4
         assert result.stats.steps == 4
         assert result.stats.tokens_per_step == K + 1
+
+
+def test_sequential_heads_are_shown_the_path_they_go_on_from() -> None:
+    """The right guess is the first or the second of each head, and a head that is shown another path is wrong."""
+    texts = all_texts("gemma3", torch.float64)
+    medusa = tiny_medusa(shared_model("gemma3"), num_heads=K, sequential=True)
+    guide(medusa, texts, rank=lambda t, k: (t + k) % 2)
+    decoder = MedusaDecoder(medusa, BRANCHING)
+    for text in texts:
+        result = decoder.generate(text[:, : text.shape[1] - NEW - K], max_new_tokens=NEW)
+        assert result.sequences.tolist() == text[:, :-K].tolist()
+        assert result.stats.accepted == [K] * 4
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -16,7 +17,8 @@ from chatml import save_tiny_chat_model
 from console import medusa
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "guide.md")
+GUIDE = ROOT / "docs" / "guide.md"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 CI_RUNS = ("bash scripts/demo.sh", "bash scripts/test.sh")
 """These make environments; .ci/run runs them as they are written."""
 
@@ -25,8 +27,13 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
+def commands_of(page: Path) -> list[str]:
+    return [line.strip() for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def guided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a user is who has followed the guide."""
     directory = tmp_path_factory.mktemp("user")
     save_tiny_chat_model(directory / "model")
     for name, count in (("prompts", 6), ("heldout", 3)):
@@ -35,7 +42,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         lines = [json.dumps({"id": f"{name}{i}", "messages": chat}) + "\n" for i, chat in enumerate(chats)]
         (directory / f"{name}.jsonl").write_text("".join(lines))
-    (directory / "configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "scripts"):
+        (directory / name).symlink_to(ROOT / name)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.chdir(directory)
+        for command in commands_of(GUIDE):
+            run(command, directory)
     return directory
 
 
@@ -44,6 +56,11 @@ def run(command: str, folder: Path) -> None:
     if program == "medusa":
         with patch.object(sys, "stdin", io.StringIO("What is that?\n")):  # for the chat
             medusa(*arguments)
+        return
+    if program == "python":
+        line = [sys.executable, *arguments]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=folder, timeout=300)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
         return
     assert program == "accelerate"
     # A recipe for a 7B model on a GPU; the rest of the line is as written.
@@ -54,28 +71,31 @@ def run(command: str, folder: Path) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
 
 
-def test_every_command_and_example_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_names_the_two_commands() -> None:
+    assert [command.startswith(CI_RUNS) for command in commands_of(PAGES[0])].count(True) == 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_and_example_runs(
+    page: Path, guided: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the guide in an empty folder, those of other pages where the guide has been followed."""
+    folder = guided
+    if page != GUIDE:
+        folder = tmp_path / "user"
+        shutil.copytree(guided, folder, symlinks=True)
     monkeypatch.chdir(folder)
-    commands = []
-    for page in reversed(PAGES):  # the guide first: it trains what the README decodes with
-        commands += [line.strip() for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
-    setup = [command for command in commands if command.startswith(CI_RUNS)]
-    assert len(setup) == 2
-    written = []
+    commands = [] if page == GUIDE else [line for line in commands_of(page) if not line.startswith(CI_RUNS)]
+    if any("distill" in command for command in commands):
+        (folder / "answers.jsonl").unlink()  # the guide's are of another length
+    if any("medusa.train" in command for command in commands):
+        shutil.rmtree(folder / "runs")
     for command in commands:
-        if command not in setup:
-            if "distill" in command and (folder / "answers.jsonl").exists():
-                (folder / "answers.jsonl").unlink()  # the README's answers are longer than the guide's
-            if "medusa.train" in command and (folder / "runs").exists():
-                (folder / "runs").rename(folder / "runs of the guide")
-            run(command, folder)
-            written.append(command)
-    assert len(written) >= 8
-    for page in PAGES:
-        for example in blocks(page, "python"):
-            with redirect_stdout(io.StringIO()) as output:
-                exec(compile(example, page.name, "exec"), {})
-            assert output.getvalue().strip()
+        run(command, folder)
+    for example in blocks(page, "python"):
+        with redirect_stdout(io.StringIO()) as output:
+            exec(compile(example, page.name, "exec"), {})
+        assert output.getvalue().strip()
 
 
 def test_files_and_folders_named_in_the_pages_exist() -> None:

@@ -125,8 +125,8 @@ def test_a_wrong_tree_mask_is_not_explained() -> None:
     medusa, prompt = tiny_medusa(shared_model("llama", torch.float32)), prompt_of(9, 1)
     decoder = MedusaDecoder(medusa, tree=TREE)
     assert one_run(decoder, prompt).identical
-    layout = decoder.layout
-    decoder.layout = replace(layout, ancestors=torch.ones_like(layout.ancestors))
+    layout = decoder.proposer.layout
+    decoder.proposer.layout = replace(layout, ancestors=torch.ones_like(layout.ancestors))
     run = one_run(decoder, prompt)
     found = explain(medusa.backbone, run.prompt, run.plain, run.medusa)
     assert found is not None

@@ -4,6 +4,7 @@ The rules are proved in test_accept.py and test_walk.py; here they meet a model,
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, Pre
 from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 
 from medusa import CandidateTree
-from medusa.inference import MedusaDecoder, Typical, walk
+from medusa.inference import MedusaDecoder, Typical, head_proposer, walk
 from medusa.inference.accept import NO_TOKEN, accept_sampled
-from medusa.inference.decoder import DecodingState
 from medusa.inference.draws import Draws
 from medusa.inference.layout import TreeLayout
 from medusa.inference.propose import PROPOSALS, Candidates, Proposal
+from medusa.inference.proposer import DecodingState
 from medusa.inference.walk import Path
 
 pytestmark = pytest.mark.decoding
@@ -101,8 +102,10 @@ def check(decoder: MedusaDecoder, samples: int, temperature: float, top_p: float
         assert value > 1e-3, f"prompt {prompt}: p-value {value:.2g}"
 
 
-def decoder_of(proposal: Proposal, kind: type[MedusaDecoder] = MedusaDecoder, **options: Any) -> MedusaDecoder:
-    heads = tiny_medusa(small_model(), num_heads=2, root_conditioned=True, draft_vocab=(0, 1, 3, 4, 5, 7, 8, 9))
+def decoder_of(
+    proposal: Proposal, kind: type[MedusaDecoder] = MedusaDecoder, sees: str = "root_conditioned", **options: Any
+) -> MedusaDecoder:
+    heads = tiny_medusa(small_model(), num_heads=2, draft_vocab=(0, 1, 3, 4, 5, 7, 8, 9), **{sees: True})
     return kind(heads, TREE, proposal=proposal, **options)
 
 
@@ -113,11 +116,19 @@ def test_samples_are_distributed_as_the_backbones(proposal: Proposal, temperatur
     check(decoder_of(proposal), FEW, temperature, top_p)
 
 
+@pytest.mark.parametrize("proposal", ["sampled", "mixed"])
+def test_samples_of_sequential_heads_are_distributed_as_the_backbones(proposal: Proposal) -> None:
+    check(decoder_of(proposal, sees="sequential"), FEW, 1.5, 0.95)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("temperature", "top_p"), WARPING)
 @pytest.mark.parametrize("proposal", PROPOSALS)
-def test_many_samples_are_distributed_as_the_backbones(proposal: Proposal, temperature: float, top_p: float) -> None:
-    check(decoder_of(proposal), MANY, temperature, top_p)
+@pytest.mark.parametrize("sees", ["root_conditioned", "sequential"])
+def test_many_samples_are_distributed_as_the_backbones(
+    sees: str, proposal: Proposal, temperature: float, top_p: float
+) -> None:
+    check(decoder_of(proposal, sees=sees), MANY, temperature, top_p)
 
 
 # Decoders that are nearly right
@@ -137,6 +148,20 @@ class UnwarpedRoots(MedusaDecoder):
 def redrawn_from_p(p: Tensor, q: Tensor, children: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     token, child = accept_sampled(p, q, children, draws)
     return torch.where(child == NO_TOKEN, draws.categorical(p), token), child
+
+
+def test_q_of_another_node_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequential heads draw behind every node from another distribution."""
+    original = head_proposer.propose_by_level_and_chance
+
+    def wrong(*given: Any) -> Candidates:
+        candidates = original(*given)
+        assert candidates.drawn is not None
+        return replace(candidates, drawn=replace(candidates.drawn, q_of=torch.zeros_like(candidates.drawn.q_of)))
+
+    monkeypatch.setattr(head_proposer, "propose_by_level_and_chance", wrong)
+    with pytest.raises(AssertionError, match="p-value"):
+        check(decoder_of("sampled", sees="sequential"), FEW, 1.5, 0.95)
 
 
 def test_roots_drawn_before_warping_fail() -> None:

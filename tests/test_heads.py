@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import VOCAB, prompt_of, shared_model, tiny_medusa
 from torch import nn
+from torch.nn import functional as F
 
 from medusa import MedusaConfig, MedusaModel
 from medusa.heads import LogitTransform, MedusaHeads
@@ -12,12 +13,12 @@ DRAFT = (0, 3, 4, 50, VOCAB - 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi", "gemma3", "granite"])
-@pytest.mark.parametrize("root_conditioned", [False, True])
+@pytest.mark.parametrize("sees", [None, "root_conditioned", "sequential"])
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("draft_vocab", [None, DRAFT], ids=["full", "draft"])
 @pytest.mark.parametrize("projection", ["own", "shared"])
 def test_fresh_heads_are_the_backbone(
-    name: str, projection: str, draft_vocab: tuple[int, ...] | None, num_layers: int, root_conditioned: bool
+    name: str, projection: str, draft_vocab: tuple[int, ...] | None, num_layers: int, sees: str | None
 ) -> None:
     """Phi has a bias, gemma3 a softcap, granite a scale: all three are part of what a head starts as."""
     model = shared_model(name)
@@ -28,12 +29,12 @@ def test_fresh_heads_are_the_backbone(
             num_layers=num_layers,
             projection=projection,
             draft_vocab=draft_vocab,
-            root_conditioned=root_conditioned,
+            **({} if sees is None else {sees: True}),
         ),
     )
     ids = prompt_of(7)
     with torch.no_grad():
-        logits = medusa.heads(medusa.backbone.hidden(ids)[0], ids[0])
+        logits = medusa.heads(medusa.backbone.hidden(ids)[0], ids[0], prompt_of(14)[0].view(7, 2))
         expected = model(input_ids=ids).logits[0]
     if draft_vocab is not None:
         expected = expected[:, list(draft_vocab)]
@@ -66,8 +67,17 @@ def test_heads_are_copies() -> None:
             },
         ),
         ({"projection": "shared"}, {f"{i}.0.linear.{name}" for i in range(2) for name in ("weight", "bias")}),
+        (
+            {"projection": "shared", "num_layers": 2, "sequential": True},
+            {
+                f"{i}.{name}.{part}"
+                for i in range(2)
+                for name in ("0.linear", "0.res_connection", "1.linear")
+                for part in ("weight", "bias")
+            },
+        ),
     ],
-    ids=["own", "two layers", "shared"],
+    ids=["own", "two layers", "shared", "sequential"],
 )
 def test_tensors_are_called_as_in_the_reference(config: dict[str, object], names: set[str]) -> None:
     heads = tiny_medusa(shared_model("llama"), num_heads=2, **config).heads
@@ -106,6 +116,29 @@ def test_root_conditioned_heads_see_the_root() -> None:
     state = seeing.state_dict()
     assert state["0.0.linear.weight"].shape == (32, 64)
     assert state["0.1.linear.weight"].shape == (32, 32), "the root is seen by the first block only"
+
+
+def test_sequential_heads_see_the_path() -> None:
+    """Slow reference: head k on the hidden state and the embeddings, at unit size, of the root and k tokens more."""
+    medusa = tiny_medusa(shared_model("llama"), num_heads=3, num_layers=2, sequential=True)
+    state, table = medusa.heads.state_dict(), medusa.backbone.root_table
+    hidden, path = torch.randn(5, 32, dtype=torch.float64), prompt_of(15)[0].view(5, 3)
+    logits = medusa.heads(hidden, path[:, 0], path[:, 1:])
+    for k in range(3):
+        for p in range(5):
+            seen = [
+                table[token] / (table[token].square().mean() + torch.finfo(table.dtype).eps).sqrt()
+                for token in path[p, : k + 1]
+            ]
+            x = torch.cat([hidden[p], *seen])
+            x = (state[f"{k}.0.res_connection.weight"] @ x + state[f"{k}.0.res_connection.bias"]) + F.silu(
+                state[f"{k}.0.linear.weight"] @ x + state[f"{k}.0.linear.bias"]
+            )
+            x = x + F.silu(state[f"{k}.1.linear.weight"] @ x + state[f"{k}.1.linear.bias"])
+            torch.testing.assert_close(logits[k, p], state[f"{k}.2.weight"] @ x)
+        torch.testing.assert_close(medusa.heads.forward_one(k, hidden, path[:, : k + 1]), logits[k])
+    with pytest.raises(AssertionError, match="head 1 sees 2 tokens and is given 1"):
+        medusa.heads(hidden, path[:, 0])
 
 
 def test_size_of_the_embedding_does_not_matter() -> None:
@@ -155,6 +188,7 @@ def test_draft_vocabulary_must_fit_the_lm_head() -> None:
         ("num_layers", 1.5),
         ("projection", "mine"),
         ("root_conditioned", "no"),
+        ("sequential", 1),
         ("draft_vocab", []),
         ("draft_vocab", [3, 2]),
         ("draft_vocab", [2, 2]),
@@ -164,6 +198,11 @@ def test_draft_vocabulary_must_fit_the_lm_head() -> None:
 def test_config_names_the_bad_field(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"MedusaConfig.{field}"):
         MedusaConfig(**{field: value})
+
+
+def test_sequential_heads_see_the_root_as_they_are() -> None:
+    with pytest.raises(ValueError, match=r"root_conditioned and MedusaConfig.sequential.*leave root_conditioned out"):
+        MedusaConfig(root_conditioned=True, sequential=True)
 
 
 def test_logit_transform() -> None:

@@ -23,10 +23,12 @@ def random_heads(config: MedusaConfig, transform: LogitTransform) -> MedusaHeads
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(scale=0.5, softcap=3.0)])
 @pytest.mark.parametrize("draft", [None, (0, 2, 3, 9, 16)])
+@pytest.mark.parametrize("sees", ["root_conditioned", "sequential"])
 @pytest.mark.parametrize("projection", ["own", "shared"])
 def test_value_and_gradient_against_the_formula(
     monkeypatch: pytest.MonkeyPatch,
     projection: str,
+    sees: str,
     draft: tuple[int, ...] | None,
     transform: LogitTransform,
     chunked: bool,
@@ -34,17 +36,18 @@ def test_value_and_gradient_against_the_formula(
     """Report R11: every head is trained, and as the formula says, position by position."""
     if chunked:
         monkeypatch.setattr(loss_module, "CHUNK_ENTRIES", 1)
-    config = MedusaConfig(num_heads=K, projection=projection, draft_vocab=draft, root_conditioned=True)
+    config = MedusaConfig(num_heads=K, projection=projection, draft_vocab=draft, **{sees: True})
     heads = random_heads(config, transform)
     hidden, root = torch.randn(P, D), torch.randint(0, V, (P,))
     targets = torch.randint(0, V, (P, K))
-    targets[1, 0] = targets[4] = IGNORE
+    targets[0] = torch.tensor([0, 2, 9])  # each in the draft vocabulary
+    targets[1, 1:] = targets[4] = IGNORE
 
     total, per_head = HeadLoss(heads, head_decay=0.8)(hidden, root, targets)
     gradients = torch.autograd.grad(total, list(heads.parameters()))
 
     expected = torch.zeros(())
-    logits = heads(hidden, root)
+    logits = heads(hidden, root, targets[:, :-1].clamp(min=0))
     for k in range(K):
         own = torch.zeros(())
         for p in range(P):

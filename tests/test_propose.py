@@ -31,7 +31,7 @@ def test_each_node_takes_the_guess_of_its_depth_and_rank(seed: int, draft_vocab:
         logits = heads(hidden[row : row + 1], root[row : row + 1])[:, 0]
         guesses = [[ids[i] for i in own.argsort(descending=True)] for own in logits]
         assert tokens == [int(root[row]), *(guesses[len(path) - 1][path[-1]] for path in tree.paths)]
-    assert candidates.q is None
+    assert candidates.drawn is None
 
 
 def test_siblings_differ() -> None:
@@ -80,9 +80,22 @@ def drawn(mixed: bool, warp: Warp = half, rows: int = ROWS) -> tuple[Candidates,
         VOCAB,
         warp,
         mixed,
+        torch.ones(rows, dtype=torch.bool),
         torch.Generator().manual_seed(0),
     )
     return candidates, q
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_greedy_rows_of_a_batch_take_the_likeliest(mixed: bool) -> None:
+    heads, layout = small_heads(), TreeLayout.of(TREE, CPU)
+    hidden, root = torch.randn(40, 32, dtype=torch.float64), torch.full((40,), 5)
+    chance = torch.arange(40) % 2 == 0
+    drawn = propose_by_chance(heads, hidden, root, layout, VOCAB, half, mixed, chance, None).tokens
+    likeliest = propose(heads, hidden, root, layout).tokens
+    same = (drawn == likeliest).all(dim=1)
+    assert same[~chance].all()
+    assert not same[chance].all()
 
 
 def frequencies(tokens: Tensor) -> dict[tuple[int, ...], int]:
@@ -145,9 +158,9 @@ def test_mixed_siblings_are_the_likeliest_and_one_drawn_from_the_rest() -> None:
 def test_q_is_what_siblings_are_drawn_from(mixed: bool) -> None:
     """Over the whole vocabulary: nothing outside the draft vocabulary."""
     candidates, q = drawn(mixed, rows=3)
-    assert candidates.q is not None
-    assert candidates.q.shape == (3, 2, VOCAB)
-    for own in candidates.q:
+    assert candidates.drawn is not None
+    assert candidates.drawn.q.shape == (3, 2, VOCAB)
+    for own in candidates.drawn.q:
         torch.testing.assert_close(own[:, list(IDS)], q.float())
         assert own.sum(dim=-1).tolist() == pytest.approx([1, 1])
 
@@ -171,9 +184,9 @@ def test_nodes_stay_empty_where_nothing_is_left_to_draw(mixed: bool) -> None:
 def test_no_token_is_drawn_that_q_cannot_represent(mixed: bool, sharpness: float) -> None:
     """At low temperature q underflows: a token with q = 0 would be accepted whatever its p."""
     candidates, _ = drawn(mixed, lambda logits: logits * sharpness, rows=50)
-    assert candidates.q is not None
+    assert candidates.drawn is not None
     layout = TreeLayout.of(TREE, CPU)
     for node in range(1, layout.num_nodes):
         tokens = candidates.tokens[:, node]
-        q = candidates.q[:, layout.depths[0, node] - 1].gather(1, tokens.clamp(min=0)[:, None])[:, 0]
+        q = candidates.drawn.q[:, layout.depths[0, node] - 1].gather(1, tokens.clamp(min=0)[:, None])[:, 0]
         assert (q[tokens != NO_TOKEN] >= torch.finfo(q.dtype).tiny).all()

@@ -3,11 +3,10 @@
 The backbone is a table here, so plain decoding can be enumerated too. V vocabulary, N nodes, K heads.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from medusa.inference import MedusaDecoder, Typical, accept, walk
 from medusa.inference.accept import NO_TOKEN
 from medusa.inference.draws import CertainDraws, Draws
 from medusa.inference.layout import TreeLayout
-from medusa.inference.propose import PROPOSALS, Candidates, Proposal
+from medusa.inference.propose import PROPOSALS, Candidates, Drawn, Proposal
 from medusa.inference.request import Row
 from medusa.inference.walk import walk_exact, walk_typical
 from medusa.inference.warp import processed_scores
@@ -104,7 +103,8 @@ class Language:
                 drawn[key] = drawn.get(key) or draw(own, count, draws)
                 for child, token in zip(children, drawn[key], strict=True):
                     tokens[child] = token
-        return Candidates(torch.tensor([tokens]), None if proposal == "top_k" else q[None])
+        drawn = None if proposal == "top_k" else Drawn(q[None], layout.depths[0], mixed=proposal == "mixed")
+        return Candidates(torch.tensor([tokens]), drawn)
 
     def tree_logits(self, text: Text, tokens: list[int], layout: TreeLayout) -> Tensor:
         """After every node, [1, N, V]."""
@@ -148,7 +148,7 @@ class Case:
         candidates = self.language.candidates(text, layout, self.proposal, draws)
         tokens = candidates.tokens[0].tolist()
         logits = self.language.tree_logits(text, tokens, layout)
-        (path,) = self.walk([row], candidates, logits, layout, self.proposal, draws)
+        (path,) = self.walk([row], candidates, logits, layout, draws)
         emitted = text_of(row)[len(text) :]
         if self.walk is walk_exact:
             assert tuple(tokens[node] for node in path[1:]) == emitted[:-1], "the path is not what was emitted"
@@ -353,27 +353,28 @@ def test_greedy_steps_go_as_deep_as_the_tree_is_right(seed: int) -> None:
 
 
 def unwarped_root(
-    rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, proposal: Proposal, draws: Draws
+    rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, draws: Draws
 ) -> list[list[int]]:
     """The first token is drawn from the backbone's own logits."""
     if layout.num_nodes > 1:
-        return walk_exact(rows, candidates, logits, layout, proposal, draws)
+        return walk_exact(rows, candidates, logits, layout, draws)
     token = draws.categorical(logits[:, 0].double().softmax(dim=-1))
     rows[0].emit(int(token), logits[0, 0], logits[0, 0])
     return [[0]]
 
 
 def q_of_another_head(
-    rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, proposal: Proposal, draws: Draws
+    rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, draws: Draws
 ) -> list[list[int]]:
-    assert candidates.q is not None
-    return walk_exact(rows, Candidates(candidates.tokens, candidates.q.roll(1, 1)), logits, layout, proposal, draws)
+    assert candidates.drawn is not None
+    drawn = replace(candidates.drawn, q=candidates.drawn.q.roll(1, 1))
+    return walk_exact(rows, Candidates(candidates.tokens, drawn), logits, layout, draws)
 
 
 def logits_of_another_node(
-    rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, proposal: Proposal, draws: Draws
+    rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, draws: Draws
 ) -> list[list[int]]:
-    return walk_exact(rows, candidates, logits[:, :1].expand_as(logits), layout, proposal, draws)
+    return walk_exact(rows, candidates, logits[:, :1].expand_as(logits), layout, draws)
 
 
 @pytest.mark.parametrize(
@@ -431,9 +432,10 @@ def check_together(cases: list[Case], texts: list[Text]) -> None:
         for case, text in zip(cases, texts, strict=True):
             filled.append(case.language.candidates(text, layout, proposal, draws))
             logits.append(case.language.tree_logits(text, filled[-1].tokens[0].tolist(), layout))
-        q = [own.q for own in filled if own.q is not None]
-        candidates = Candidates(torch.cat([own.tokens for own in filled]), torch.cat(q) if q else None)
-        walk_exact(rows, candidates, torch.cat(logits), layout, proposal, draws)
+        drawn = [own.drawn for own in filled if own.drawn is not None]
+        together = replace(drawn[0], q=torch.cat([own.q for own in drawn])) if drawn else None
+        candidates = Candidates(torch.cat([own.tokens for own in filled]), together)
+        walk_exact(rows, candidates, torch.cat(logits), layout, draws)
         return tuple(text_of(row) for row in rows)
 
     def alone(case: Case, text: Text, draws: Draws) -> Text:
@@ -485,9 +487,9 @@ def test_nothing_is_written_behind_the_end(limit: int, written: Text, reason: st
     candidates = Candidates(torch.tensor([[2, 3, 2, EOS, 1]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[3, 2, EOS, 1, 1]]), V) * 5.0
     for do_sample in (False, True):
-        row = dataclasses.replace(Case(new=limit, do_sample=do_sample).row(), keep_scores=True, keep_logits=True)
+        row = replace(Case(new=limit, do_sample=do_sample).row(), keep_scores=True, keep_logits=True)
         draws = ScriptedDraws([3, 2, EOS][:limit]) if do_sample else CertainDraws()
-        assert walk_exact([row], candidates, logits, layout, "top_k", draws) == [path]
+        assert walk_exact([row], candidates, logits, layout, draws) == [path]
         assert text_of(row) == (*PROMPT, *written)
         assert row.finish_reason == reason
         assert row.new_tokens == len(row.scores) == len(row.logits) == len(written)
@@ -501,7 +503,7 @@ def test_nothing_is_written_behind_the_end(limit: int, written: Text, reason: st
 
 
 def typical_walk(typical: Typical) -> Walk:
-    def walk(rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, _: Any, draws: Draws) -> Any:
+    def walk(rows: list[Row], candidates: Candidates, logits: Tensor, layout: TreeLayout, draws: Draws) -> Any:
         return walk_typical(rows, candidates, logits, layout, typical, draws)
 
     return walk

@@ -147,13 +147,27 @@ class GuidedHeads(nn.Module):
     def forward(self, hidden: Tensor, root: Tensor) -> Tensor:
         return torch.cat([self.guess(*pair) for pair in zip(hidden, root, strict=True)], dim=1)
 
-    def guess(self, hidden: Tensor, root: Tensor) -> Tensor:
-        """Logits for one row, [K, 1, V]."""
+    def forward_one(self, k: int, hidden: Tensor, path: Tensor) -> Tensor:
+        """Of sequential heads: whoever is shown a wrong path guesses token 0."""
+        rows = []
+        for own, tokens in zip(hidden, path, strict=True):
+            t, text = self.place(own)
+            right = tokens.tolist() == text[t + 1 : t + 2 + k]
+            rows.append(self.guess(own, tokens[0])[k, 0] if right else -torch.arange(self.vocab).double())
+        return torch.stack(rows)
+
+    def place(self, hidden: Tensor) -> tuple[int, list[int]]:
+        """Which position the hidden state is of, and of which text."""
         errors = [(known - hidden).norm(dim=-1) for known in self.hidden]
         n = min(range(len(errors)), key=lambda n: float(errors[n].min()))
         t, text = int(errors[n].argmin()), self.texts[n]
         error = errors[n][t] / self.hidden[n][t].norm()
         assert error < 1e-3, "not the hidden state of an accepted token"
+        return t, text
+
+    def guess(self, hidden: Tensor, root: Tensor) -> Tensor:
+        """Logits for one row, [K, 1, V]."""
+        t, text = self.place(hidden)
         assert text[t + 1] == int(root), "the root is not the token after the hidden state"
         logits = torch.empty(self.config.num_heads, 1, self.vocab)
         for k in range(self.config.num_heads):

@@ -39,6 +39,7 @@ class HeadsSection:
     num_layers: int = 1
     projection: str = "own"
     root_conditioned: bool = False
+    sequential: bool = False
     draft_vocab_size: int | None = None
     """Let the heads choose from the most frequent tokens of the training answers only; none: the whole vocabulary."""
     init_from: str | None = None

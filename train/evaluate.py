@@ -15,7 +15,7 @@ from medusa.progress import progress_bar
 from medusa.tree_search import MISS, search_tree_for_decoding
 
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
-from .pairs import make_batch
+from .pairs import following, make_batch
 from .rows import load_rows
 from .supervision import IGNORE, TrainingRow
 
@@ -62,8 +62,12 @@ class Judged(NamedTuple):
 
 
 def judge(heads: MedusaHeads, hidden: Tensor, root: Tensor, targets: Tensor) -> Judged:
-    """Compare each head's first TOP guesses with what came: hidden [P, D], root [P], targets [P, K]."""
-    logits = heads(hidden, root)  # [K, P, Vd]
+    """Compare each head's first TOP guesses with what came: hidden [P, D], root [P], targets [P, K].
+
+    Sequential heads see the true tokens before their own. A decoder that gets as far as to use a head's guess has
+    accepted these, so trees are searched rightly; as accuracies they are not comparable with those of other heads.
+    """
+    logits = heads(hidden, root, following(targets))  # [K, P, Vd]
     best = logits.topk(min(TOP, logits.shape[-1]), dim=-1)  # [K, P, TOP]
     hits = heads.to_vocab(best.indices) == targets.T[..., None]
     ranks = torch.where(hits.any(dim=-1), hits.int().argmax(dim=-1), MISS).T

@@ -280,4 +280,5 @@ def heads_config(config: TrainConfig, rows: list[TrainingRow]) -> MedusaConfig:
         projection=heads.projection,
         draft_vocab=vocab,
         root_conditioned=heads.root_conditioned,
+        sequential=heads.sequential,
     )

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from medusa.heads import MedusaHeads
 
+from .pairs import following
 from .supervision import IGNORE
 
 CHUNK_ENTRIES = 2**24
@@ -61,14 +62,14 @@ class HeadLoss(nn.Module):
         Returns:
             The weighted sum over the heads, a scalar, and each head's own unweighted sum, [K] (detached).
         """
-        features = self.heads.features(hidden, root)  # [K, P, D]
+        features = self.heads.features(hidden, root, following(targets))  # [K, P, D]
         count, positions = features.shape[:2]
         targets = self.heads.to_draft(targets)
         ahead = F.pad(hidden.detach(), (0, 0, 0, count))  # [P + K, D]
 
         def part(first: int, last: int, start: int, stop: int) -> Tensor:
-            following = ahead[start + 1 + first : stop + last]
-            return self.losses(first, features[first:last, start:stop], targets[start:stop, first:last], following)
+            states = ahead[start + 1 + first : stop + last]
+            return self.losses(first, features[first:last, start:stop], targets[start:stop, first:last], states)
 
         size = max(1, CHUNK_ENTRIES // self.heads.draft_size)
         if positions * count <= size:

@@ -40,6 +40,14 @@ def head_targets(labels: list[int], num_heads: int) -> Tensor:
     return torch.where(counts, targets, IGNORE)
 
 
+def following(targets: Tensor) -> Tensor:
+    """What sequential heads see behind the root while they learn: the true tokens, [P, K] -> [P, K-1].
+
+    Where there is none, some token stands; no pair behind it counts.
+    """
+    return targets[:, :-1].clamp(min=0)
+
+
 def make_batch(rows: list[TrainingRow], hidden: list[Tensor], num_heads: int, device: torch.device) -> HeadBatch:
     """Join rows. `hidden` holds each row's states at its root positions, [P_row, D]."""
     roots = [torch.tensor([row.input_ids[t + 1] for t in root_positions(row.labels)]) for row in rows]

@@ -1,0 +1,164 @@
+"""Heads and look-up fill one tree: heads say what is likely, the text says what was said before.
+
+B rows, K heads, G guesses of each, M nodes of the heads' tree, N nodes of a step.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from medusa.calibration import log_hit
+from medusa.heads import MedusaHeads
+from medusa.model import MedusaModel
+from medusa.tree_search import SearchedTree
+
+from .dynamic_tree import DynamicLayout, DynamicTree
+from .layout import TreeLayout
+from .levels import Level, level_logits, levels_of
+from .lookup import Lookup, LookupDrafting
+from .propose import Candidates
+from .proposer import DecodingState
+from .request import Row
+from .token_tree import Continuations, Tokens, TokenTree, grow, lay_out
+from .walk import Path
+
+
+class HeadsAndLookup:
+    """Proposes the likeliest nodes of both, under one budget of nodes; what both propose is one node.
+
+    Nothing here depends on what the backbone will say, so acceptance is exact.
+    """
+
+    def __init__(self, model: MedusaModel, lookup: Lookup, tree: SearchedTree | None = None) -> None:
+        """Lay out what the heads may propose: twice as many nodes as a step may have.
+
+        Args:
+            model: whose heads; sequential ones run once for each level.
+            lookup: the other source; its sizes and its `min_chance` are those of the combined tree.
+            tree: what the heads are good at, and what their confidence is worth. None: what was found for these heads.
+
+        Raises:
+            ValueError: no tree is given and none was searched for these heads, or it does not fit them.
+        """
+        searched = model.searched_tree if tree is None else tree
+        if searched is None:
+            raise ValueError(
+                "HeadsAndLookup weighs the nodes of a searched tree against what is looked up, and none was searched "
+                "for these heads; make one: medusa tree CHECKPOINT --data FILE"
+            )
+        superset = searched.best(2 * max(lookup.sizes))
+        nodes = DynamicTree(superset, (superset.num_nodes,), calibration=searched.calibration)
+        nodes.check_heads(model.config.num_heads, model.heads.draft_size)
+        self.heads = model.heads
+        self.lookup = lookup
+        self.layout = DynamicLayout.of(nodes, model.backbone.lm_weight.device)
+        self.levels = levels_of(self.layout.superset)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many nodes a step may have."""
+        return self.lookup.sizes
+
+    @property
+    def depth(self) -> int:
+        """The most tokens that a step can accept."""
+        return self.lookup.depth
+
+    def start(self, rows: list[Row]) -> "CombinedDrafting":
+        """Index the prompts."""
+        return CombinedDrafting(self, self.lookup.start(rows))
+
+
+class CombinedDrafting:
+    """A tree for each row, all of one size."""
+
+    def __init__(self, proposer: HeadsAndLookup, looking_up: LookupDrafting) -> None:
+        """Merge what the heads propose into what `looking_up` finds."""
+        self.proposer = proposer
+        self.looking_up = looking_up
+
+    def propose(self, state: DecodingState) -> tuple[Candidates, TreeLayout]:
+        """Fill a tree behind every row's root."""
+        own = self.proposer
+        guesses = guess_with_heads(own.heads, state.hidden, state.root, own.layout, own.levels)
+        sizes = own.lookup.step_sizes
+        trees = [self._merged(row, guessed) for row, guessed in enumerate(guesses)]
+        return lay_out(trees, state.root, sizes.choose(trees))
+
+    def _merged(self, row: int, guessed: dict[Tokens, Continuations]) -> TokenTree:
+        """The best of both for one row."""
+        text, lookup = self.looking_up.texts[row], self.proposer.lookup
+        text.catch_up()
+        return grow(
+            lambda path: merge(guessed.get(path, {}), text.continuations(path)),
+            lookup.step_sizes.largest,
+            lookup.min_chance,
+        )
+
+    def commit(self, paths: list[Path]) -> None:
+        """What was accepted is read from the rows."""
+
+    def select(self, rows: list[int]) -> None:
+        """Go on with these rows alone."""
+        self.looking_up.select(rows)
+
+
+def guess_with_heads(
+    heads: MedusaHeads, hidden: Tensor, root: Tensor, layout: DynamicLayout, levels: list[Level]
+) -> list[dict[Tokens, Continuations]]:
+    """What the heads propose behind every token path of their tree, for each row.
+
+    Args:
+        heads: the heads.
+        hidden: hidden state that each root came from, [B, D].
+        root: ids of the roots, [B].
+        layout: the heads' nodes.
+        levels: of these nodes.
+    """
+    tokens, log_confidence = _guesses(heads, hidden, root, levels, len(layout.parents))  # [B, M]
+    head = layout.superset.depths[0].sub(1).clamp(min=0)  # [M]
+    share = log_hit(log_confidence[..., None], layout.powers[head], layout.offsets[head])[..., 0].exp()
+    parents = layout.parents.tolist()
+    return [by_path(*row, parents) for row in zip(tokens.tolist(), share.tolist(), strict=True)]
+
+
+def _guesses(
+    heads: MedusaHeads, hidden: Tensor, root: Tensor, levels: list[Level], num_nodes: int
+) -> tuple[Tensor, Tensor]:
+    """The token of every node, and the log-probability that its head gives it behind its parent: [B, M] each."""
+    tokens = root[:, None].repeat(1, num_nodes)
+    log_confidence = torch.zeros(tokens.shape, device=root.device)
+    together = None if heads.config.sequential else heads(hidden, root).transpose(0, 1)  # [B, K, Vd]
+    for depth, level in enumerate(levels):
+        if together is None:
+            logits, parent = level_logits(heads, depth, hidden, tokens, level), level.parent  # [B, W, Vd]
+        else:
+            logits, parent = together[:, depth, None], torch.zeros_like(level.parent)  # one guess behind all parents
+        best = logits.topk(level.top_k, dim=-1)  # [B, W, top_k]
+        confidence = best.values.float() - logits.float().logsumexp(dim=-1, keepdim=True)
+        tokens[:, level.children] = heads.to_vocab(best.indices)[:, parent, level.rank]
+        log_confidence[:, level.children] = confidence[:, parent, level.rank]
+    return tokens, log_confidence
+
+
+def by_path(tokens: list[int], shares: list[float], parents: list[int]) -> dict[Tokens, Continuations]:
+    """Children of each node of a tree of M nodes, by the tokens on the way to it."""
+    paths: list[Tokens] = [()]
+    continuations: dict[Tokens, Continuations] = {}
+    for token, share, parent in itertools.islice(zip(tokens, shares, parents, strict=True), 1, None):
+        continuations.setdefault(paths[parent], {})[token] = share
+        paths.append((*paths[parent], token))
+    return continuations
+
+
+def merge(guessed: Continuations, found: Continuations) -> Continuations:
+    """One continuation of both: where both name a token it is wrong only if both are, as if they erred independently.
+
+    Likelier ones first, and together at most 1.
+    """
+    if not guessed or not found:
+        return guessed or found
+    both = {token: 1 - (1 - guessed.get(token, 0.0)) * (1 - found.get(token, 0.0)) for token in guessed | found}
+    total = max(sum(both.values()), 1.0)
+    return {token: chance / total for token, chance in sorted(both.items(), key=lambda one: -one[1])}

@@ -1,0 +1,183 @@
+"""`medusa bench`: ways to decode, side by side."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .cli_common import Checkpoint, Dtype, Json, MaxNewTokens, load, note, show
+
+if TYPE_CHECKING:
+    from medusa.inference import MedusaDecoder, StepSizes
+    from medusa.inference.bench import Method
+    from medusa.model import MedusaModel
+
+METHODS = ("generate", "prompt-lookup", "static", "heads", "dynamic", "compiled", "lookup", "combined", "draft")
+"""`generate` is what the others are compared with; `static` and `compiled` compile for minutes."""
+USUAL = "generate,prompt-lookup,heads"
+
+
+def bench(
+    checkpoint: Checkpoint,
+    methods: Annotated[
+        str, typer.Option(help=f"Comma-separated, of {', '.join(METHODS)}; or all of them: all.")
+    ] = USUAL,
+    draft: Annotated[str | None, typer.Option(help="For the method draft: a smaller model.")] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="JSONL with `turns` or `prompt`, and `category`; unsaid: a dozen built-in prompts."),
+    ] = None,
+    per_category: Annotated[
+        int | None, typer.Option(min=1, help="The first so many questions of each category.")
+    ] = None,
+    turns: Annotated[int | None, typer.Option(min=1, help="The first so many turns of each question.")] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    longest: Annotated[int, typer.Option(min=1, help="Leave out prompts of more tokens.")] = 1024,
+    repeats: Annotated[int, typer.Option(min=1, help="Ask everything so often.")] = 1,
+    dtype: Dtype = "auto",
+    out: Annotated[Path | None, typer.Option(help="Also write bench.json and bench.md into this directory.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare ways to decode greedily: tokens per step, tokens per second, latencies, by category of questions."""
+    from medusa.inference.bench import run_bench
+    from medusa.inference.bench_summary import (
+        OVERALL_COLUMNS,
+        category_rows,
+        markdown_table,
+        overall_rows,
+        summarise,
+    )
+    from medusa.inference.bench_summary import (
+        as_json as to_json,
+    )
+    from medusa.inference.questions import Question, read_questions
+    from medusa.inference.sample_prompts import SAMPLE_PROMPTS
+    from medusa.progress import progress_bar
+
+    from .cli_answers import Speaker, give_template
+
+    names = _names(methods, draft)
+    asked = (
+        [Question(str(i), "built in", (text,)) for i, text in enumerate(SAMPLE_PROMPTS)]
+        if questions is None
+        else read_questions(questions, per_category, turns)
+    )
+    model, tokenizer = load(checkpoint, dtype)
+    give_template(tokenizer)
+    decoder, ways = _methods(model, names, draft)
+    speaker = Speaker(decoder, tokenizer, max_new_tokens, {})
+
+    def encode(history: list[tuple[str, str]], text: str) -> Any:
+        said = [[("user", question), ("assistant", answer)] for question, answer in history]
+        messages = [{"role": role, "content": content} for pair in said for role, content in pair]
+        return speaker.ids([*messages, {"role": "user", "content": text}])
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    with progress_bar("questions", len(asked) * repeats) as advance:
+        found = run_bench(ways, asked, encode, decode, max_new_tokens, longest, repeats, advance)
+    for name, reason in found.failures.items():
+        note(f"{name}: {reason}")
+    if not found.measurements:
+        raise ValueError(f"no prompt has {longest} tokens or fewer; raise --longest")
+    summaries = summarise(found)
+    facts = _facts(model, checkpoint, questions, decoder)
+    columns, rows = category_rows(summaries)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "bench.json").write_text(json.dumps(to_json(found, summaries, facts), indent=2) + "\n")
+        said = ", ".join(f"{key} {value}" for key, value in facts.items())
+        tables = [markdown_table(OVERALL_COLUMNS, overall_rows(summaries)), markdown_table(columns, rows)]
+        (out / "bench.md").write_text("\n\n".join([*tables, said]) + "\n")
+    if as_json:
+        print(json.dumps(to_json(found, summaries, facts)))
+        return
+    title = f"{len(asked)} questions, {facts['dtype']}, {max_new_tokens} tokens at most"
+    show(False, {}, OVERALL_COLUMNS, overall_rows(summaries), title)
+    show(False, {}, columns, rows, "ratio to generate (tokens per step) by category")
+
+
+def _names(methods: str, draft: str | None) -> list[str]:
+    known = [name for name in METHODS if name != "draft" or draft is not None]
+    names = known if methods == "all" else [name.strip() for name in methods.split(",")]
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise ValueError(f"--methods names {unknown[0]!r}; allowed: all, {', '.join(METHODS)}")
+    if "draft" in names and draft is None:
+        raise ValueError("--methods names draft; say which smaller model drafts: --draft PATH_OR_HUB_ID")
+    return [METHODS[0], *(name for name in names if name != METHODS[0])]
+
+
+def _methods(model: "MedusaModel", names: list[str], draft: str | None) -> tuple["MedusaDecoder", dict[str, "Method"]]:
+    """The methods that were asked for, and the decoder with the tree that is fastest here."""
+    from medusa.inference import MedusaDecoder
+
+    decoder = MedusaDecoder(model, tree="auto", pack_weights="auto")
+    ways: dict[str, Method] = {}
+    for name in names:
+        try:
+            ways[name] = _method(name, model, decoder, draft)
+        except ValueError as error:  # such as a dynamic tree without a searched one
+            note(f"{name}: {error}")
+    return decoder, ways
+
+
+def _method(name: str, model: "MedusaModel", decoder: "MedusaDecoder", draft: str | None) -> "Method":
+    """One of METHODS; `decoder` is the one with the fastest tree."""
+    from medusa.inference import DraftModel, HeadsAndLookup, Lookup, MedusaDecoder
+    from medusa.inference.bench import decoder_method, generate_method
+    from medusa.model import load_backbone
+
+    if name == "generate":
+        return generate_method(model.model, {})
+    if name == "prompt-lookup":
+        return generate_method(model.model, {"prompt_lookup_num_tokens": 10})
+    if name == "static":
+        return generate_method(model.model, {"cache_implementation": "static"})
+    if name == "heads":
+        return decoder_method(decoder)
+    if name == "dynamic":
+        return decoder_method(MedusaDecoder(model, tree="dynamic", pack_weights="auto"))
+    packed = decoder.backbone is not model.backbone
+    if name == "compiled":
+        return decoder_method(MedusaDecoder(model, tree=decoder.tree, pack_weights=packed, compile=True))
+    if name == "lookup":
+        return decoder_method(MedusaDecoder(model, pack_weights=packed, proposer=Lookup(sizes=_sizes(model))))
+    if name == "combined":
+        proposer = HeadsAndLookup(model, Lookup(sizes=_sizes(model)))
+        return decoder_method(MedusaDecoder(model, pack_weights=packed, proposer=proposer))
+    smaller = load_backbone(draft, model.backbone.lm_weight.dtype)
+    return decoder_method(MedusaDecoder(model, pack_weights=packed, proposer=DraftModel(smaller, num_drafts="auto")))
+
+
+def _sizes(model: "MedusaModel") -> "StepSizes":
+    """Sizes of steps, and what they take on this machine."""
+    from medusa.inference import DynamicTree, MedusaDecoder, StepSizes
+
+    tree = MedusaDecoder(model, tree="dynamic", pack_weights="auto").tree
+    assert isinstance(tree, DynamicTree)
+    return StepSizes(tree.sizes, tree.seconds, tree.tokens_per_second)
+
+
+def _facts(model: "MedusaModel", checkpoint: str, questions: Path | None, decoder: "MedusaDecoder") -> dict[str, Any]:
+    """What the figures depend on."""
+    import platform
+
+    import torch
+    import transformers
+
+    return {
+        "checkpoint": checkpoint,
+        "backbone": model.model.config._name_or_path,
+        "questions": "built in" if questions is None else questions.name,
+        "dtype": str(model.backbone.lm_weight.dtype).removeprefix("torch."),
+        "tree_nodes": decoder.proposer.sizes[-1],
+        "weights_packed": decoder.backbone is not model.backbone,
+        "device": str(decoder.device) if decoder.device.type == "cpu" else torch.cuda.get_device_name(decoder.device),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
