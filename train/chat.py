@@ -59,9 +59,9 @@ def read_jsonl(file: str | Path) -> Iterator[tuple[int, Any]]:
 
 
 def messages_of(row: Any) -> list[Message]:
-    """The messages of one row, content is never altered.
+    """The messages of one row; content is never altered.
 
-    OpenAI (`messages`), ShareGPT (`conversations`), Alpaca (`instruction`, `input`, `output`) or `prompt`, `completion`.
+    OpenAI (`messages`), ShareGPT (`conversations`), Alpaca (`instruction`, `output`) or `prompt`, `completion`.
 
     A chat that starts with the assistant is kept from its first user turn on.
 
