@@ -97,3 +97,21 @@ def test_row_that_lacks_a_field() -> None:
         messages_of({"conversations": [{"from": "human"}]})
     with pytest.raises(RowError, match="must be text"):
         messages_of({"messages": [{"role": "user", "content": ["parts"]}]})
+
+
+@pytest.mark.parametrize(
+    ("row", "asked", "answered"),
+    [
+        ({"instruction": "Say HELLO", "input": "", "output": "HELLO"}, "Say HELLO", "HELLO"),
+        ({"instruction": "Add", "input": "1 2", "output": "3"}, "Add\n\n1 2", "3"),
+        ({"prompt": "Q", "completion": " A"}, "Q", " A"),
+    ],
+)
+def test_alpaca_and_completion_rows(row: dict[str, str], asked: str, answered: str) -> None:
+    assert [message["content"] for message in messages_of(row)] == [asked, answered]
+
+
+def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "q", "completion": "a"}\n')
+    assert load_rows(file, byte_tokenizer(), 100)[1].kept == 1

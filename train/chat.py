@@ -46,7 +46,7 @@ def read_jsonl(file: str | Path) -> Iterator[tuple[int, Any]]:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"there is no data file {path}")
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         try:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
@@ -59,7 +59,9 @@ def read_jsonl(file: str | Path) -> Iterator[tuple[int, Any]]:
 
 
 def messages_of(row: Any) -> list[Message]:
-    """The messages of one row, OpenAI (`messages`) or ShareGPT (`conversations`); content is never altered.
+    """The messages of one row; content is never altered.
+
+    OpenAI (`messages`), ShareGPT (`conversations`), Alpaca (`instruction`, `output`) or `prompt`, `completion`.
 
     A chat that starts with the assistant is kept from its first user turn on.
 
@@ -74,6 +76,17 @@ def messages_of(row: Any) -> list[Message]:
         messages = [_message(turn, "role", "content", "messages") for turn in _list(row, "messages")]
     elif "conversations" in row:
         messages = [_message(turn, "from", "value", "conversations") for turn in _list(row, "conversations")]
+    elif "instruction" in row and "output" in row:
+        given = [_text(row, "instruction"), _text(row, "input") if row.get("input") else ""]
+        messages = [
+            {"role": "user", "content": "\n\n".join(part for part in given if part)},
+            {"role": "assistant", "content": _text(row, "output")},
+        ]
+    elif "prompt" in row and "completion" in row:
+        messages = [
+            {"role": "user", "content": _text(row, "prompt")},
+            {"role": "assistant", "content": _text(row, "completion")},
+        ]
     else:
         raise RowError(f"the row has neither 'messages' nor 'conversations'; its fields: {', '.join(row) or 'none'}")
     system = [message for message in messages[:1] if message["role"] == "system"]
@@ -83,6 +96,13 @@ def messages_of(row: Any) -> list[Message]:
     if not turns:
         raise RowError("the chat has no user turn")
     return system + turns
+
+
+def _text(row: dict[str, Any], name: str) -> str:
+    text = row[name]
+    if not isinstance(text, str):
+        raise RowError(f"'{name}' must be text, this is {type(text).__name__}")
+    return text
 
 
 def _list(row: dict[str, Any], name: str) -> list[Any]:
