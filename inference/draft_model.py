@@ -159,7 +159,7 @@ class ModelDrafting:
             )
         check_rope_switch(self.draft, [len(row.prompt) for row in rows], texts, proposer.depth)
         self.cache = TreeCache(self.draft.num_layers, max(texts) + proposer.tree.num_nodes, len(rows))
-        prefill(self.draft, [row.prompt for row in rows], self.cache)
+        prefill(self.draft, [self._readable(row.prompt) for row in rows], self.cache)
         self.rows = rows
         self.read = list(self.cache.lengths.rows)
         """Text that the draft has read, roots included, before it goes into a tree; [B]."""
@@ -220,7 +220,7 @@ class ModelDrafting:
     def _catch_up(self) -> Tensor:
         """Read what each row's text has behind the cache, its root last; returns the logits after it, [B, V]."""
         unread = [
-            row.ids[row.start + read - len(row.prompt) : row.length]
+            self._readable(row.ids[row.start + read - len(row.prompt) : row.length])
             for row, read in zip(self.rows, self.cache.lengths.rows, strict=True)
         ]
         counts = [len(tokens) for tokens in unread]
@@ -229,6 +229,10 @@ class ModelDrafting:
         self.cache.keep([list(range(count)) for count in counts])
         self.read = list(self.cache.lengths.rows)
         return logits[torch.arange(len(counts)), torch.tensor(counts) - 1]
+
+    def _readable(self, ids: Tensor) -> Tensor:
+        """Ids that the draft's shorter table has no row for are read as its last: a poor guess, but no wrong text."""
+        return ids.clamp(max=len(self.draft.root_table) - 1)
 
     def _distributions(self, rows: list[Row], logits: Tensor) -> Tensor:
         """What drafts are drawn from, over the target's vocabulary: [B, n, V of the draft] -> [B, n, V]."""

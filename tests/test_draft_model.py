@@ -175,6 +175,7 @@ TINY: dict[str, Any] = {
     **COMMON, "vocab_size": V, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+PAIR = CandidateTree.from_paths([(0,), (1,)])
 RAGGED = CandidateTree.from_paths([(0,), (1,), (0, 0)])
 DICE: dict[str, tuple[dict[str, Any], int]] = {
     "chain of 2": ({"num_drafts": 2}, 3),
@@ -186,8 +187,8 @@ Text = tuple[int, ...]
 
 
 @cache
-def smallest(seed: int) -> PreTrainedModel:
-    model = random_model(LlamaConfig(**TINY), seed=seed)
+def smallest(seed: int, vocab: int = V) -> PreTrainedModel:
+    model = random_model(LlamaConfig(**{**TINY, "vocab_size": vocab}), seed=seed)
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     return model
@@ -220,12 +221,12 @@ class Dice(MedusaDecoder):
         return super().accept(state, candidates, logits, layout)
 
 
-def plainly_written(new: int, warpers: list[LogitsProcessor], draws: Draws) -> Text:
+def plainly_written(model: PreTrainedModel, new: int, warpers: list[LogitsProcessor], draws: Draws) -> Text:
     text, processors = PROMPT, LogitsProcessorList(warpers)
     while len(text) < len(PROMPT) + new and (text == PROMPT or text[-1] != EOS):
         ids = torch.tensor([text])
         with torch.inference_mode():
-            scores = processors(ids, smallest(0)(ids).logits[:, -1])
+            scores = processors(ids, model(ids).logits[:, -1])
         text = (*text, int(draws.categorical(scores.softmax(dim=-1))))
     return text
 
@@ -241,10 +242,11 @@ def in_double(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walk, "processed_scores", scores)
 
 
-def check_law(options: dict[str, Any], new: int, warpers: list[LogitsProcessor], draft: PreTrainedModel) -> None:
-    decoder = Dice(smallest(0), proposer=DraftModel(draft, **options))
+def check_law(options: dict[str, Any], new: int, warpers: list[LogitsProcessor], vocab: int = V) -> None:
+    target, draft = smallest(0, vocab), smallest(1, vocab)
+    decoder = Dice(target, proposer=DraftModel(draft, **options))
     found = law(lambda draws: decoder.text(row_of(PROMPT, new, warpers), draws))
-    assert_same_law(found, law(lambda draws: plainly_written(new, warpers, draws)))
+    assert_same_law(found, law(lambda draws: plainly_written(target, new, warpers, draws)))
 
 
 WARPERS: dict[str, list[LogitsProcessor]] = {
@@ -264,7 +266,7 @@ CASES = [
 @pytest.mark.usefixtures("in_double")
 @pytest.mark.parametrize(("shape", "warpers"), CASES)
 def test_texts_are_distributed_as_by_plain_decoding(shape: str, warpers: str) -> None:
-    check_law(*DICE[shape], WARPERS[warpers], smallest(1))
+    check_law(*DICE[shape], WARPERS[warpers])
 
 
 def parted(q: Tensor) -> Tensor:
@@ -273,11 +275,19 @@ def parted(q: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("in_double")
-@pytest.mark.parametrize("shape", ["chain of 1", "siblings"])
-def test_a_draft_that_is_certain_leaves_the_text_as_it_is(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+@pytest.mark.parametrize("options", [{"num_drafts": 1}, {"tree": PAIR}], ids=["chain", "pair"])
+def test_a_draft_that_is_certain_leaves_the_text_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     own = ModelDrafting._distributions
     monkeypatch.setattr(ModelDrafting, "_distributions", lambda *given: parted(own(*given)))
-    check_law(*DICE[shape], [], smallest(1))
+    check_law(options, 2, [], vocab=4)
+
+
+@pytest.mark.usefixtures("in_double")
+@pytest.mark.parametrize("options", [{"num_drafts": 1}, {"tree": PAIR}], ids=["chain", "pair"])
+def test_a_larger_vocabulary_is_left_as_it_is(options: dict[str, Any]) -> None:
+    check_law(options, 2, [], vocab=4)  # in which the wrong rules below fail
 
 
 # Drafting that is nearly right
@@ -302,7 +312,7 @@ def certain(q: Tensor, count: int, greedy: Tensor, draws: Draws) -> Tensor:
 def test_wrong_siblings_fail(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     monkeypatch.setattr(draft_model, "draw_siblings", wrong)
     with pytest.raises(AssertionError, match="instead of"):
-        check_law({"tree": CandidateTree.from_paths([(0,), (1,)])}, 3, [], smallest(1))
+        check_law({"tree": PAIR}, 2, [], vocab=4)
 
 
 def redrawn_from_p(p: Tensor, q: Tensor, children: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -315,7 +325,7 @@ def redrawn_from_p(p: Tensor, q: Tensor, children: Tensor, draws: Draws) -> tupl
 def test_wrong_acceptance_fails(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     monkeypatch.setattr(walk, "accept_sampled", wrong)
     with pytest.raises(AssertionError, match="instead of"):
-        check_law({"tree": CandidateTree.from_paths([(0,), (1,)])}, 3, [], smallest(1))
+        check_law({"tree": PAIR}, 2, [], vocab=4)
 
 
 # Sampling: random dice
