@@ -6,14 +6,19 @@ if __name__ == "inference":
 from .accept import Blockwise, Typical
 from .combined import HeadsAndLookup
 from .decoder import MedusaDecoder
+from .draft_model import DraftModel
+from .draft_stats import DraftStats
 from .dynamic_tree import DynamicTree
 from .lookup import Lookup
 from .result import DecodingStats, GenerationResult
 from .step_sizes import StepSizes
+from .vocabulary import check_same_vocabulary
 
 __all__ = [
     "Blockwise",
     "DecodingStats",
+    "DraftModel",
+    "DraftStats",
     "DynamicTree",
     "GenerationResult",
     "HeadsAndLookup",
@@ -21,4 +26,5 @@ __all__ = [
     "MedusaDecoder",
     "StepSizes",
     "Typical",
+    "check_same_vocabulary",
 ]

@@ -146,6 +146,10 @@ class TreeCache(Cache):
                     layer.move(start + source, start + torch.arange(width))
         self.lengths.rows = [length + len(path) for length, path in zip(lengths, paths, strict=True)]
 
+    def rewind(self, lengths: list[int]) -> None:
+        """Count only so much of each row as text; what stands behind is free, and can still be kept."""
+        self.lengths.rows = list(lengths)
+
     def select(self, rows: list[int]) -> None:
         """Keep only these rows; the others' memory is given back."""
         for layer in self.tree_layers:

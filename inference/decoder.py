@@ -20,6 +20,7 @@ from medusa.tree import CandidateTree
 from .accept import Blockwise, Typical
 from .cache import TreeCache
 from .compiled import CompiledVerify, check_sizes, why_not_compile
+from .draft_model import DraftModel
 from .draws import CertainDraws, RandomDraws, dice
 from .dynamic_tree import DynamicTree
 from .head_proposer import HeadProposer
@@ -105,6 +106,8 @@ class MedusaDecoder:
             if pack_weights is True:
                 self.backbone = Backbone(pack_linears(self.plain.model))
             check_tree_attention(self.backbone)
+            if isinstance(proposer, DraftModel):
+                proposer = proposer.for_target(self.plain, self.known_tokens)
             self.proposer = proposer
         if isinstance(self.acceptance, Blockwise) and self.acceptance.min_block > self.proposer.depth + 1:
             raise ValueError(

@@ -13,6 +13,7 @@ from medusa.heads import MedusaHeads
 from medusa.tree import CandidateTree
 
 from .layout import TreeLayout
+from .levels import Level, levels_of, propose_by_level
 from .propose import Candidates, fill
 
 
@@ -89,45 +90,50 @@ class DynamicLayout:
     """Of the calibration, [depth]."""
     offsets: Tensor
     """Of the calibration, [depth]."""
+    levels: list[Level]
+    """Of the superset, for sequential heads."""
 
     @classmethod
     def of(cls, tree: DynamicTree, device: torch.device) -> "DynamicLayout":
         """Lay out `tree` on `device`."""
         calibration = tree.calibration or Calibration.identity(tree.depth)
+        superset = TreeLayout.of(tree.superset, device)
         return cls(
             tree,
-            TreeLayout.of(tree.superset, device),
+            superset,
             tree.superset.parents().to(device),
             torch.tensor(calibration.powers[: tree.depth], device=device),
             torch.tensor(calibration.offsets[: tree.depth], device=device),
+            levels_of(superset),
         )
 
-    def grow(self, log_confidence: Tensor) -> TreeLayout:
+    def grow(self, log_confidence: Tensor) -> tuple[TreeLayout, Tensor]:
         """Choose the nodes of one step.
 
         Args:
-            log_confidence: log-probability that the heads give each guess, best first, [B, K, G].
+            log_confidence: log-probability that the heads give the guess of each node, [B, M]; the root's is not
+                looked at.
 
         Returns:
-            A tree of N nodes for each of B rows.
+            A tree of N nodes for each of B rows, and which nodes of the superset these are, [B, N], ascending.
         """
         joint = self.joint(log_confidence)
         # Equals stay in order, so that parents come before children that are as sure as they are.
         value, order = joint.sort(dim=1, descending=True, stable=True)
         size = self.choose_size(value)
-        return self.cut_out(order[:, :size].sort(dim=1).values)
+        nodes = order[:, :size].sort(dim=1).values
+        return self.cut_out(nodes), nodes
 
     def joint(self, log_confidence: Tensor) -> Tensor:
-        """Log-probability that all guesses on the way to each node are right: [B, K, G] -> [B, M].
+        """Log-probability that all guesses on the way to each node are right: [B, M] -> [B, M].
 
         A child's is never above its parent's, not even by rounding: it is the parent's plus something not positive.
         """
-        heads = len(self.powers)
-        hit = log_hit(log_confidence[:, :heads], self.powers, self.offsets)  # [B, depth, G]
-        place = self.superset.depths[0].sub(1).clamp(min=0) * hit.shape[2] + self.superset.ranks[0]  # [M]
-        own = hit.flatten(1)[:, place].masked_fill(self.superset.depths == 0, 0.0)
+        head = self.superset.depths[0].sub(1).clamp(min=0)  # [M]; that of the root is not used
+        own = log_hit(log_confidence[..., None], self.powers[head], self.offsets[head])[..., 0]
+        own = own.masked_fill(self.superset.depths == 0, 0.0)
         joint = own
-        for _ in range(1, heads):
+        for _ in range(1, len(self.powers)):
             joint = own + joint[:, self.parents]
         return joint
 
@@ -166,20 +172,36 @@ def _children(parents: list[int]) -> list[list[int]]:
     return children
 
 
-def propose_dynamic(
-    heads: MedusaHeads, hidden: Tensor, root: Tensor, tree: DynamicLayout
-) -> tuple[Candidates, TreeLayout]:
-    """One parallel pass of the heads, the tree that their confidence suggests, and its tokens.
-
-    Nothing here depends on what the backbone will say, so acceptance stays exact.
+def guess_superset(heads: MedusaHeads, hidden: Tensor, root: Tensor, tree: DynamicLayout) -> tuple[Tensor, Tensor]:
+    """What the heads say at every node of the superset, and how sure they are.
 
     Args:
         heads: the heads.
         hidden: hidden state that each root came from, [B, D].
         root: ids of the roots, [B].
         tree: what to choose from.
+
+    Returns:
+        Tokens and log-probabilities, [B, M] each.
     """
+    superset = tree.superset
+    if heads.config.sequential:
+        return propose_by_level(heads, hidden, root, tree.levels, superset.num_nodes)
     logits = heads(hidden, root).transpose(0, 1)  # [B, K, Vd]
-    best = logits.topk(tree.superset.top_k, dim=-1)  # [B, K, G]
-    layout = tree.grow(best.values.float() - logits.float().logsumexp(dim=-1, keepdim=True))
-    return fill(heads.to_vocab(best.indices), root, layout), layout
+    best = logits.topk(superset.top_k, dim=-1)  # [B, K, G]
+    log_confidence = best.values.float() - logits.float().logsumexp(dim=-1, keepdim=True)
+    place = superset.depths.sub(1).clamp(min=0) * superset.top_k + superset.ranks  # [1, M]
+    tokens = fill(heads.to_vocab(best.indices), root, superset).tokens
+    return tokens, log_confidence.flatten(1).gather(1, place.expand(len(root), -1))
+
+
+def propose_dynamic(
+    heads: MedusaHeads, hidden: Tensor, root: Tensor, tree: DynamicLayout
+) -> tuple[Candidates, TreeLayout]:
+    """The tree that the heads' confidence suggests, and its tokens; arguments as for `guess_superset`.
+
+    Nothing here depends on what the backbone will say, so acceptance stays exact.
+    """
+    tokens, log_confidence = guess_superset(heads, hidden, root, tree)
+    layout, nodes = tree.grow(log_confidence)
+    return Candidates(tokens.gather(1, nodes)), layout

@@ -40,11 +40,6 @@ class HeadProposer:
             ValueError: the tree does not fit the heads.
         """
         tree.check_heads(heads.config.num_heads, heads.draft_size)
-        if heads.config.sequential and isinstance(tree, DynamicTree):
-            raise ValueError(
-                "a dynamic tree chooses among guesses that all heads make at once, and sequential heads make theirs "
-                "one after the other; use tree='auto' or a CandidateTree"
-            )
         self.heads = heads
         self.tree = tree
         self.vocab_size = vocab_size
@@ -76,7 +71,8 @@ class HeadProposer:
         chance = torch.tensor([row.do_sample for row in state.rows], device=root.device)
         by_chance = self.proposal != "top_k" and layout.num_nodes > 1 and bool(chance.any())
         if not by_chance and heads.config.sequential:
-            return Candidates(propose_by_level(heads, hidden, root, self.levels, layout.num_nodes)), layout
+            tokens, _ = propose_by_level(heads, hidden, root, self.levels, layout.num_nodes)
+            return Candidates(tokens), layout
         if not by_chance:
             return propose(heads, hidden, root, layout), layout
 

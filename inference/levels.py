@@ -64,7 +64,9 @@ def level_logits(heads: MedusaHeads, depth: int, hidden: Tensor, tokens: Tensor,
     return logits.view(rows, width, -1)
 
 
-def propose_by_level(heads: MedusaHeads, hidden: Tensor, root: Tensor, levels: list[Level], num_nodes: int) -> Tensor:
+def propose_by_level(
+    heads: MedusaHeads, hidden: Tensor, root: Tensor, levels: list[Level], num_nodes: int
+) -> tuple[Tensor, Tensor]:
     """Each node takes the guess of its rank behind its parent.
 
     Args:
@@ -75,14 +77,17 @@ def propose_by_level(heads: MedusaHeads, hidden: Tensor, root: Tensor, levels: l
         num_nodes: N.
 
     Returns:
-        Tokens, [B, N].
+        Tokens, and the log-probability that its head gave each (0 for the root), [B, N] each.
     """
     tokens = root[:, None].repeat(1, num_nodes)
+    log_confidence = torch.zeros(tokens.shape, device=root.device)
     for depth, level in enumerate(levels):
         logits = level_logits(heads, depth, hidden, tokens, level)
-        guesses = heads.to_vocab(logits.topk(level.top_k, dim=-1).indices)  # [B, W, top_k]
-        tokens[:, level.children] = guesses[:, level.parent, level.rank]
-    return tokens
+        best = logits.topk(level.top_k, dim=-1)  # [B, W, top_k]
+        tokens[:, level.children] = heads.to_vocab(best.indices)[:, level.parent, level.rank]
+        value = best.values.float() - logits.float().logsumexp(dim=-1, keepdim=True)
+        log_confidence[:, level.children] = value[:, level.parent, level.rank]
+    return tokens, log_confidence
 
 
 def propose_by_level_and_chance(

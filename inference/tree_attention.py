@@ -27,6 +27,8 @@ class TreePass:
     layout: TreeLayout
     lengths: Tensor
     """Text that each row has cached before the tree, [B]."""
+    nodes: range | None = None
+    """Nodes that this pass computes, where the cache holds those before them; None for all."""
 
 
 _active: ContextVar[TreePass | None] = ContextVar("medusa_tree_pass", default=None)
@@ -42,9 +44,12 @@ traced = Traced()
 
 
 @contextmanager
-def tree_attention(layout: TreeLayout, lengths: Tensor) -> Iterator[None]:
-    """Let forward passes inside the block treat their N tokens as the nodes of a tree behind each row's cached text."""
-    token = _active.set(TreePass(layout, lengths))
+def tree_attention(layout: TreeLayout, lengths: Tensor, nodes: range | None = None) -> Iterator[None]:
+    """Let forward passes inside the block treat their N tokens as the nodes of a tree behind each row's cached text.
+
+    With `nodes`, they are these alone, and the nodes before them are cached behind the text.
+    """
+    token = _active.set(TreePass(layout, lengths, nodes))
     try:
         yield
     finally:
@@ -86,7 +91,10 @@ def _sdpa_with_tree(**call: Any) -> Tensor | None:
     active = _tree_pass()
     if active is None:
         return sdpa_mask(**call)
-    return tree_mask(active.layout, active.lengths, call["kv_length"], call.get("local_size"))[:, None]
+    mask = tree_mask(active.layout, active.lengths, call["kv_length"], call.get("local_size"))
+    if active.nodes is not None:
+        mask = mask[:, active.nodes.start : active.nodes.stop]
+    return mask[:, None]
 
 
 def _eager_with_tree(**call: Any) -> Tensor | None:

@@ -48,6 +48,28 @@ def verify(backbone: Backbone, tokens: Tensor, layout: TreeLayout, cache: TreeCa
     return hidden, backbone.logits(hidden)
 
 
+def verify_nodes(
+    backbone: Backbone, tokens: Tensor, layout: TreeLayout, nodes: range, text: Tensor, cache: TreeCache
+) -> Tensor:
+    """Run some nodes of a tree, behind those before them, which `cache` counts as text.
+
+    Args:
+        backbone: the model.
+        tokens: the nodes' tokens, [B, n]; -1 at empty ones.
+        layout: the tree.
+        nodes: which of its nodes they are.
+        text: how much stands before the roots, [B].
+        cache: holds text and earlier nodes.
+
+    Returns:
+        Logits after each, [B, n, V].
+    """
+    place = positions(backbone, text, layout)[:, nodes.start : nodes.stop]
+    with tree_attention(layout, text, nodes):
+        hidden = backbone.extend(tokens.clamp(min=0), cache, place)
+    return backbone.logits(hidden)
+
+
 def positions(backbone: Backbone, lengths: Tensor, layout: TreeLayout) -> Tensor:
     """Place of each node in its text: lengths [B] -> [B, N]."""
     position = lengths[:, None] + layout.depths

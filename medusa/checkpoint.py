@@ -24,6 +24,10 @@ HEADS_FILE = "medusa_lm_head.safetensors"
 CONFIG_FILE = "config.json"
 PROVENANCE_FILE = "provenance.json"
 DRAFT_VOCAB = "draft_vocab"
+ADAPTER_FOLDER = "adapter"
+"""In a checkpoint: a LoRA adapter that the backbone learned beside the heads (Medusa-2)."""
+BACKBONE_FOLDER = "backbone"
+"""In a checkpoint: the whole backbone, where it learned beside the heads or an adapter was folded into it."""
 FORMAT_VERSION = 1
 
 
@@ -35,15 +39,27 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield work
+        for written in (*work.rglob("*"), work):
+            _sync(written)
         work.chmod(0o777 & ~_umask())
         replaced = target.with_name(f".{target.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         if target.exists():
             target.rename(replaced)
         work.rename(target)
+        _sync(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk: what a crash of the machine finds after a rename is whole, then."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _umask() -> int:

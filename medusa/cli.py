@@ -145,6 +145,22 @@ def tree(
 
 
 @app.command()
+def merge(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option(help="New directory: the heads, and in backbone/ the model to serve.")],
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Fold the LoRA adapter of a Medusa-2 checkpoint into its backbone, and compare their logits."""
+    from dataclasses import asdict
+
+    from medusa.merge import merge as run
+
+    figures = asdict(run(checkpoint, out, dtype))
+    show(as_json, figures, ["", ""], [[name, f"{value:.6f}"] for name, value in figures.items()], str(out))
+
+
+@app.command()
 def inspect(
     target: Annotated[Path, typer.Argument(help="A checkpoint directory, or a JSONL file of chats.")],
     tokenizer: Annotated[str | None, typer.Option(help="For a chat file: whose template and tokens to use.")] = None,

@@ -9,12 +9,12 @@ import typer
 from .cli_common import Checkpoint, Dtype, Json, MaxNewTokens, load, note, show
 
 if TYPE_CHECKING:
-    from medusa.inference import MedusaDecoder
+    from medusa.inference import MedusaDecoder, StepSizes
     from medusa.inference.bench import Method
     from medusa.model import MedusaModel
 
-METHODS = ("generate", "prompt-lookup", "static", "heads", "dynamic", "compiled")
-"""`generate` is what the others are compared with; `static` compiles for minutes."""
+METHODS = ("generate", "prompt-lookup", "static", "heads", "dynamic", "compiled", "lookup", "combined", "draft")
+"""`generate` is what the others are compared with; `static` and `compiled` compile for minutes."""
 USUAL = "generate,prompt-lookup,heads"
 
 
@@ -23,6 +23,7 @@ def bench(
     methods: Annotated[
         str, typer.Option(help=f"Comma-separated, of {', '.join(METHODS)}; or all of them: all.")
     ] = USUAL,
+    draft: Annotated[str | None, typer.Option(help="For the method draft: a smaller model.")] = None,
     questions: Annotated[
         Path | None,
         typer.Option(help="JSONL with `turns` or `prompt`, and `category`; unsaid: a dozen built-in prompts."),
@@ -56,7 +57,7 @@ def bench(
 
     from .cli_answers import Speaker, give_template
 
-    names = _names(methods)
+    names = _names(methods, draft)
     asked = (
         [Question(str(i), "built in", (text,)) for i, text in enumerate(SAMPLE_PROMPTS)]
         if questions is None
@@ -64,7 +65,7 @@ def bench(
     )
     model, tokenizer = load(checkpoint, dtype)
     give_template(tokenizer)
-    decoder, ways = _methods(model, names)
+    decoder, ways = _methods(model, names, draft)
     speaker = Speaker(decoder, tokenizer, max_new_tokens, {})
 
     def encode(history: list[tuple[str, str]], text: str) -> Any:
@@ -98,15 +99,18 @@ def bench(
     show(False, {}, columns, rows, "ratio to generate (tokens per step) by category")
 
 
-def _names(methods: str) -> list[str]:
-    names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",")]
+def _names(methods: str, draft: str | None) -> list[str]:
+    known = [name for name in METHODS if name != "draft" or draft is not None]
+    names = known if methods == "all" else [name.strip() for name in methods.split(",")]
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise ValueError(f"--methods names {unknown[0]!r}; allowed: all, {', '.join(METHODS)}")
+    if "draft" in names and draft is None:
+        raise ValueError("--methods names draft; say which smaller model drafts: --draft PATH_OR_HUB_ID")
     return [METHODS[0], *(name for name in names if name != METHODS[0])]
 
 
-def _methods(model: "MedusaModel", names: list[str]) -> tuple["MedusaDecoder", dict[str, "Method"]]:
+def _methods(model: "MedusaModel", names: list[str], draft: str | None) -> tuple["MedusaDecoder", dict[str, "Method"]]:
     """The methods that were asked for, and the decoder with the tree that is fastest here."""
     from medusa.inference import MedusaDecoder
 
@@ -114,16 +118,17 @@ def _methods(model: "MedusaModel", names: list[str]) -> tuple["MedusaDecoder", d
     ways: dict[str, Method] = {}
     for name in names:
         try:
-            ways[name] = _method(name, model, decoder)
-        except ValueError as error:  # such as a dynamic tree for sequential heads
+            ways[name] = _method(name, model, decoder, draft)
+        except ValueError as error:  # such as a dynamic tree without a searched one
             note(f"{name}: {error}")
     return decoder, ways
 
 
-def _method(name: str, model: "MedusaModel", decoder: "MedusaDecoder") -> "Method":
+def _method(name: str, model: "MedusaModel", decoder: "MedusaDecoder", draft: str | None) -> "Method":
     """One of METHODS; `decoder` is the one with the fastest tree."""
-    from medusa.inference import MedusaDecoder
+    from medusa.inference import DraftModel, HeadsAndLookup, Lookup, MedusaDecoder
     from medusa.inference.bench import decoder_method, generate_method
+    from medusa.model import load_backbone
 
     if name == "generate":
         return generate_method(model.model, {})
@@ -136,7 +141,24 @@ def _method(name: str, model: "MedusaModel", decoder: "MedusaDecoder") -> "Metho
     if name == "dynamic":
         return decoder_method(MedusaDecoder(model, tree="dynamic", pack_weights="auto"))
     packed = decoder.backbone is not model.backbone
-    return decoder_method(MedusaDecoder(model, tree=decoder.tree, pack_weights=packed, compile=True))
+    if name == "compiled":
+        return decoder_method(MedusaDecoder(model, tree=decoder.tree, pack_weights=packed, compile=True))
+    if name == "lookup":
+        return decoder_method(MedusaDecoder(model, pack_weights=packed, proposer=Lookup(sizes=_sizes(model))))
+    if name == "combined":
+        proposer = HeadsAndLookup(model, Lookup(sizes=_sizes(model)))
+        return decoder_method(MedusaDecoder(model, pack_weights=packed, proposer=proposer))
+    smaller = load_backbone(draft, model.backbone.lm_weight.dtype)
+    return decoder_method(MedusaDecoder(model, pack_weights=packed, proposer=DraftModel(smaller, num_drafts="auto")))
+
+
+def _sizes(model: "MedusaModel") -> "StepSizes":
+    """Sizes of steps, and what they take on this machine."""
+    from medusa.inference import DynamicTree, MedusaDecoder, StepSizes
+
+    tree = MedusaDecoder(model, tree="dynamic", pack_weights="auto").tree
+    assert isinstance(tree, DynamicTree)
+    return StepSizes(tree.sizes, tree.seconds, tree.tokens_per_second)
 
 
 def _facts(model: "MedusaModel", checkpoint: str, questions: Path | None, decoder: "MedusaDecoder") -> dict[str, Any]:

@@ -3,15 +3,23 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from .backbone import Backbone
 from .checkpoint import (
+    ADAPTER_FOLDER,
+    BACKBONE_FOLDER,
     HEADS_FILE,
     PROVENANCE_FILE,
     atomic_directory,
@@ -24,6 +32,9 @@ from .checkpoint import (
 from .config import MedusaConfig
 from .heads import MedusaHeads
 from .tree_search import TREE_FILE, SearchedTree
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -91,11 +102,14 @@ class MedusaModel(nn.Module):
     ) -> "MedusaModel":
         """Load heads and the backbone they were trained on.
 
+        A backbone of the checkpoint's own is taken before the one that it names; an adapter beside the heads is folded
+        into the backbone.
+
         Args:
             path_or_hub_id: directory of a checkpoint, or its repository on the hub.
             dtype: of the backbone and the heads; "auto" takes the backbone's own.
             device_map: as in transformers.
-            backbone: a loaded backbone to use instead of the one that the checkpoint names.
+            backbone: a loaded backbone to use instead of the one that the checkpoint names; an adapter changes it.
 
         Raises:
             ValueError: the checkpoint is missing, damaged or made for another backbone.
@@ -104,7 +118,9 @@ class MedusaModel(nn.Module):
         entries = read_config(directory)
         tensors, draft_vocab = read_heads(directory)
         if backbone is None:
-            backbone = load_backbone(entries.get("base_model_name_or_path"), dtype, device_map)
+            own = directory / BACKBONE_FOLDER
+            name = str(own) if own.is_dir() else entries.get("base_model_name_or_path")
+            backbone = load_backbone(name, dtype, device_map)
         config = MedusaConfig(
             num_heads=entries["medusa_num_heads"],
             num_layers=entries.get("medusa_num_layers", 1),
@@ -115,6 +131,8 @@ class MedusaModel(nn.Module):
         )
         parts = Backbone(backbone)
         check_backbone(directory, entries, parts)
+        if (directory / ADAPTER_FOLDER).is_dir():
+            parts = Backbone(fold_adapter(backbone, directory / ADAPTER_FOLDER))
         model = cls.attach_parts(parts, config)
         check_tensors(directory / HEADS_FILE, tensors, model.heads.state_dict())
         model.heads.load_state_dict(tensors)
@@ -133,13 +151,17 @@ class MedusaModel(nn.Module):
         path: str | Path,
         tokenizer: Tokenizer | None = None,
         provenance: dict[str, Any] | None = None,
+        adapter: "PeftModel | None" = None,
+        with_backbone: bool = False,
     ) -> None:
-        """Write the heads (not the backbone) as a native checkpoint; an older one there is replaced at the end.
+        """Write the heads as a native checkpoint; an older one there is replaced at the end.
 
         Args:
             path: the checkpoint's directory.
             tokenizer: saved beside the heads, for engines that look for it there.
             provenance: how the heads were made, saved as provenance.json.
+            adapter: an adapter that the backbone wears, saved in `adapter/`.
+            with_backbone: save the backbone too, in `backbone/`, as a model that loads without the heads.
 
         Raises:
             ValueError: the heads hold values that are not finite, or do not read back as written.
@@ -164,6 +186,12 @@ class MedusaModel(nn.Module):
                 (work / PROVENANCE_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
             if self.searched_tree is not None:
                 self.searched_tree.save(work)
+            if adapter is not None:
+                adapter.save_pretrained(str(work / ADAPTER_FOLDER), save_embedding_layers=False)
+            if with_backbone:
+                self.model.save_pretrained(str(work / BACKBONE_FOLDER))
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(str(work / BACKBONE_FOLDER))
 
 
 def local_directory(path_or_hub_id: str | Path) -> Path:
@@ -183,24 +211,65 @@ def local_directory(path_or_hub_id: str | Path) -> Path:
 
 
 def load_backbone(
-    name_or_path: str | None, dtype: str | torch.dtype = "auto", device_map: str | dict[str, Any] | None = None
+    name_or_path: str | None,
+    dtype: str | torch.dtype = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    quantization: str = "none",
 ) -> PreTrainedModel:
     """Load a causal LM from a directory or the hub.
 
+    Args:
+        name_or_path: where from.
+        dtype: of its weights; "auto" as stored.
+        device_map: as in transformers.
+        quantization: none, 8bit, or 4bit (NF4 with double quantisation), by bitsandbytes.
+
     Raises:
-        ValueError: it is not there or is no causal LM.
+        ValueError: it is not there or is no causal LM, or bitsandbytes is not installed.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
     if not name_or_path:
         raise ValueError("the checkpoint does not name its backbone (base_model_name_or_path); pass `backbone=`")
+    quantized = None
+    if quantization != "none":
+        quantized = BitsAndBytesConfig(
+            load_in_8bit=quantization == "8bit",
+            load_in_4bit=quantization == "4bit",
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
     try:
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, device_map=device_map)
+        model = AutoModelForCausalLM.from_pretrained(
+            name_or_path, dtype=dtype, device_map=device_map, quantization_config=quantized
+        )
+    except ImportError as error:
+        raise ValueError(
+            f"quantization is {quantization}, which needs bitsandbytes: pip install bitsandbytes"
+        ) from error
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the backbone {name_or_path!r}: {error}") from error
     assert isinstance(model, PreTrainedModel)
     model.eval()
     return model
+
+
+def fold_adapter(backbone: PreTrainedModel, directory: Path) -> PreTrainedModel:
+    """Load a LoRA adapter and add it to the backbone's weights, in place.
+
+    Raises:
+        ValueError: there is no adapter that peft can load onto this backbone.
+    """
+    from peft import PeftModel
+
+    try:
+        adapted = PeftModel.from_pretrained(backbone, str(directory))
+        merged = adapted.merge_and_unload(safe_merge=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"cannot fold the adapter {directory} into {type(backbone).__name__}: {error}") from error
+    assert isinstance(merged, PreTrainedModel)
+    return merged
 
 
 def load_tokenizer(name_or_path: str, config: PreTrainedConfig | None = None) -> Any:

@@ -168,9 +168,10 @@ def test_the_command(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "heads", load_tokenizer(str(path)))
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps({"category": c, "turns": [c, "and?"]}) + "\n" for c in ("maths", "poems")))
+    names = "prompt-lookup,heads,dynamic,lookup,combined,draft"
     given = ("--questions", str(questions), "--max-new-tokens", "6", "--out", str(tmp_path / "out"), "--json")
-    figures = json.loads(medusa("bench", str(tmp_path / "heads"), "--methods", "prompt-lookup,heads", *given))
-    assert list(figures["methods"]) == ["generate", "prompt-lookup", "heads"]
+    figures = json.loads(medusa("bench", str(tmp_path / "heads"), "--methods", names, "--draft", str(path), *given))
+    assert list(figures["methods"]) == ["generate", *names.split(",")]
     for method in figures["methods"].values():
         assert method["prompts"] == method["identical"] == 4
     assert figures["methods"]["heads"]["tokens_per_step"] >= 1

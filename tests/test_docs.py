@@ -42,7 +42,8 @@ def guided(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         lines = [json.dumps({"id": f"{name}{i}", "messages": chat}) + "\n" for i, chat in enumerate(chats)]
         (directory / f"{name}.jsonl").write_text("".join(lines))
-    (directory / "configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "scripts"):
+        (directory / name).symlink_to(ROOT / name)
     with pytest.MonkeyPatch.context() as patches:
         patches.chdir(directory)
         for command in commands_of(GUIDE):
@@ -55,6 +56,11 @@ def run(command: str, folder: Path) -> None:
     if program == "medusa":
         with patch.object(sys, "stdin", io.StringIO("What is that?\n")):  # for the chat
             medusa(*arguments)
+        return
+    if program == "python":
+        line = [sys.executable, *arguments]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=folder, timeout=300)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
         return
     assert program == "accelerate"
     # A recipe for a 7B model on a GPU; the rest of the line is as written.

@@ -47,6 +47,13 @@ def confidences(kind: str, rows: int) -> Tensor:
     return certain
 
 
+def grown(tree: DynamicTree, log_confidence: Tensor) -> TreeLayout:
+    """A tree of one step, from the confidence of every guess, [rows, K, G]."""
+    of_nodes = [torch.stack([own[len(path) - 1, path[-1]] for path in tree.superset.paths]) for own in log_confidence]
+    root = torch.zeros(len(log_confidence), 1)
+    return DynamicLayout.of(tree, CPU).grow(torch.cat([root, torch.stack(of_nodes)], dim=1))[0]
+
+
 def paths_of(layout: TreeLayout, row: int) -> list[tuple[int, ...]]:
     """The paths of a row's nodes, read from its ancestors; the root's is ()."""
     paths = []
@@ -77,7 +84,7 @@ def best_first(superset: CandidateTree, log_confidence: Tensor, size: int) -> tu
 @pytest.mark.parametrize("rows", [1, 4])
 def test_it_takes_the_likeliest_nodes(superset: CandidateTree, size: int, rows: int) -> None:
     log_confidence = confidences("random", rows)
-    layout = DynamicLayout.of(DynamicTree(superset, (size,)), CPU).grow(log_confidence)
+    layout = grown(DynamicTree(superset, (size,)), log_confidence)
     assert layout.num_nodes == size
     for row in range(rows):
         paths = paths_of(layout, row)
@@ -94,7 +101,7 @@ def test_it_takes_the_likeliest_nodes(superset: CandidateTree, size: int, rows: 
 @pytest.mark.parametrize("calibration", [None, CERTAIN, INVERTED])
 def test_parents_are_always_there(calibration: Calibration | None, kind: str, size: int) -> None:
     """Also where a child is as sure as its parent: by certainty, by a calibration that makes everything certain."""
-    layout = DynamicLayout.of(DynamicTree(FULL, (size,), calibration=calibration), CPU).grow(confidences(kind, 5))
+    layout = grown(DynamicTree(FULL, (size,), calibration=calibration), confidences(kind, 5))
     for row in range(5):
         paths = paths_of(layout, row)
         CandidateTree.from_paths(paths[1:])  # refuses a node without its parent, or one that stands twice
@@ -118,15 +125,14 @@ def test_a_size_is_chosen_if_it_earns_its_time(first: float, second: float, size
     chain = CandidateTree.chain(2)
     tree = DynamicTree(chain, (1, 2, 3), seconds=(0.10, 0.13, 0.16), tokens_per_second=10.0)
     log_confidence = torch.tensor([[[first], [second]]]).log()
-    assert DynamicLayout.of(tree, CPU).grow(log_confidence).num_nodes == size
+    assert grown(tree, log_confidence).num_nodes == size
 
 
 def test_rows_of_a_batch_choose_one_size_together() -> None:
     tree = DynamicTree(CandidateTree.chain(1), (1, 2), seconds=(0.10, 0.13), tokens_per_second=10.0)
     sure, unsure, hopeless = ([[[p]]] for p in (0.5, 0.2, 0.01))
-    layout = DynamicLayout.of(tree, CPU)
-    assert layout.grow(torch.tensor([*sure, *unsure]).log()).num_nodes == 2
-    assert layout.grow(torch.tensor([*sure, *hopeless]).log()).num_nodes == 1
+    assert grown(tree, torch.tensor([*sure, *unsure]).log()).num_nodes == 2
+    assert grown(tree, torch.tensor([*sure, *hopeless]).log()).num_nodes == 1
 
 
 def test_calibration_decides_between_heads() -> None:
@@ -134,9 +140,9 @@ def test_calibration_decides_between_heads() -> None:
     superset = CandidateTree.from_paths([(0,), (1,), (0, 0)])
     log_confidence = torch.tensor([[[0.6, 0.3], [0.9, 0.05]]]).log()
     tree = DynamicTree(superset, (3,))
-    assert paths_of(DynamicLayout.of(tree, CPU).grow(log_confidence), 0) == [(), (0,), (0, 0)]
+    assert paths_of(grown(tree, log_confidence), 0) == [(), (0,), (0, 0)]
     tree = replace(tree, calibration=Calibration((1.0, 1.0), (0.0, -5.0)))
-    assert paths_of(DynamicLayout.of(tree, CPU).grow(log_confidence), 0) == [(), (0,), (1,)]
+    assert paths_of(grown(tree, log_confidence), 0) == [(), (0,), (1,)]
 
 
 def watch(decoder: MedusaDecoder, monkeypatch: pytest.MonkeyPatch) -> list[TreeLayout]:
@@ -161,8 +167,13 @@ def test_greedy_output_is_that_of_generate(name: str, options: dict[str, Any], m
     ids, mask = padded([text[:, : -NEW - K] for text in texts], "left")
     tree = DynamicTree(FULL, SIZES, **options)
     random = tiny_medusa(shared_model(name), num_heads=K, root_conditioned=True, draft_vocab=range(5, 60))
-    guided = guide(tiny_medusa(shared_model(name), num_heads=K), texts, rank=lambda t, k: (3 * t + 5 * k) % 4)
-    for medusa in (random, guided):
+
+    def rank(t: int, k: int) -> int:
+        return (3 * t + 5 * k) % 4
+
+    guided = guide(tiny_medusa(shared_model(name), num_heads=K), texts, rank)
+    sequential = guide(tiny_medusa(shared_model(name), num_heads=K, sequential=True), texts, rank)
+    for medusa in (random, sequential, guided):
         decoder = MedusaDecoder(medusa, tree)
         seen = watch(decoder, monkeypatch)
         result = decoder.generate(ids, NEW, attention_mask=mask)

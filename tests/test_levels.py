@@ -22,7 +22,7 @@ def sequential_heads(draft_vocab: range | None = DRAFT) -> MedusaHeads:
 
 def slow_logits(heads: MedusaHeads, hidden: Tensor, path: list[int]) -> Tensor:
     """What the head behind a path from the root on says, over the vocabulary, [V]."""
-    logits = heads.forward_one(len(path) - 1, hidden[None], torch.tensor([path]))[0]
+    logits = heads.forward_one(len(path) - 1, hidden[None], torch.tensor([path]))[0].detach()
     ids = heads.to_vocab(torch.arange(heads.draft_size))
     return torch.full((VOCAB,), -torch.inf, dtype=logits.dtype).index_copy(0, ids, logits)
 
@@ -33,19 +33,20 @@ def test_each_node_takes_the_guess_of_its_rank_behind_its_parent(seed: int, draf
     heads, tree = sequential_heads(draft_vocab), random_tree(seed, depth=K)
     hidden, root = torch.randn(3, 32, dtype=torch.float64), torch.tensor([42, 7, 42])
     layout = TreeLayout.of(tree, CPU)
-    tokens = propose_by_level(heads, hidden, root, levels_of(layout), layout.num_nodes)
+    tokens, log_confidence = propose_by_level(heads, hidden, root, levels_of(layout), layout.num_nodes)
     for row in range(3):
         chosen: dict[tuple[int, ...], list[int]] = {(): [int(root[row])]}
-        for path in tree.paths:
+        for node, path in enumerate(tree.paths, start=1):
             before = chosen[path[:-1]]
-            best = slow_logits(heads, hidden[row], before).argsort(descending=True)
-            chosen[path] = [*before, int(best[path[-1]])]
+            log_p = slow_logits(heads, hidden[row], before).log_softmax(dim=-1)
+            chosen[path] = [*before, int(log_p.argsort(descending=True)[path[-1]])]
+            assert log_confidence[row, node].item() == pytest.approx(float(log_p[chosen[path][-1]]), abs=1e-5)
         assert tokens[row].tolist() == [path[-1] for path in chosen.values()]
 
 
 def test_root_alone_asks_no_head() -> None:
     levels = levels_of(TreeLayout.of(CandidateTree(()), CPU))
-    tokens = propose_by_level(None, torch.zeros(2, 32), torch.tensor([7, 8]), levels, 1)  # type: ignore[arg-type]
+    tokens, _ = propose_by_level(None, torch.zeros(2, 32), torch.tensor([7, 8]), levels, 1)  # type: ignore[arg-type]
     assert tokens.tolist() == [[7], [8]]
 
 

@@ -6,19 +6,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from chatml import save_tiny_chat_model
 from safetensors.torch import load_file
+from training import CONFIG, log, run, write_chats
 
 from medusa import MedusaModel
 from medusa.checkpoint import HEADS_FILE
-from medusa.train import load_config, train
+from medusa.train import heads_stage as heads_module
 from medusa.train import loop as loop_module
-
-CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +29,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"count {i}"},
-                {"role": "assistant", "content": f"{i} {i + 1} {i + 2}" * 2},
-            ]
-        }
-        for i in range(12)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def run(model_path: Path, data: Path, out: Path, *overrides: str) -> Path:
-    base = [f"backbone.path={model_path}", f"data.train={data}", f"output.dir={out}"]
-    return train(load_config(CONFIG, [*base, *overrides]))
-
-
-def log(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
 def weights(final: Path) -> dict[str, torch.Tensor]:
@@ -60,10 +41,10 @@ def test_it_learns_and_leaves_the_backbone_alone(model_path: Path, data: Path, t
     captured = {}
     original = loop_module.finish
 
-    def spy(run, final, tracker):  # type: ignore[no-untyped-def]
+    def spy(run, stage, directory, tracker):  # type: ignore[no-untyped-def]
         captured["backbone"] = {name: p.clone() for name, p in run.model.model.named_parameters()}
         captured["trainable"] = {name for name, p in run.model.named_parameters() if p.requires_grad}
-        original(run, final, tracker)
+        original(run, stage, directory, tracker)
 
     loop_module.finish = spy
     try:
@@ -91,9 +72,9 @@ def test_saved_heads_give_the_logits_they_had(model_path: Path, data: Path, tmp_
     seen = {}
     original = loop_module.finish
 
-    def spy(run, final, tracker):  # type: ignore[no-untyped-def]
+    def spy(run, stage, directory, tracker):  # type: ignore[no-untyped-def]
         seen["logits"] = run.model.heads(torch.ones(1, 32), torch.tensor([5]))
-        original(run, final, tracker)
+        original(run, stage, directory, tracker)
 
     loop_module.finish = spy
     try:
@@ -111,10 +92,10 @@ def test_resumed_equals_uninterrupted(
     straight = weights(run(model_path, data, tmp_path / "straight"))
     original = loop_module.take_step
 
-    def interrupt(run, step):  # type: ignore[no-untyped-def]
+    def interrupt(run, stage, step):  # type: ignore[no-untyped-def]
         if step == 8:
             raise KeyboardInterrupt
-        return original(run, step)
+        return original(run, stage, step)
 
     monkeypatch.setattr(loop_module, "take_step", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -133,10 +114,10 @@ def test_crash_between_checkpoints_loses_only_what_came_after(
     """A crash at step 7 goes back to the state of step 4, and the log has no step twice."""
     original = loop_module.take_step
 
-    def crash(run, step):  # type: ignore[no-untyped-def]
+    def crash(run, stage, step):  # type: ignore[no-untyped-def]
         if step == 7:
             raise MemoryError
-        return original(run, step)
+        return original(run, stage, step)
 
     monkeypatch.setattr(loop_module, "take_step", crash)
     with pytest.raises(MemoryError):
@@ -184,12 +165,12 @@ def test_loss_that_stays_infinite_stops_with_the_rows(
     model_path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps with such a loss change nothing, so the heads in the last state are finite."""
-    original = loop_module.make_batch
+    original = heads_module.make_batch
 
     def poisoned(rows, hidden, *rest):  # type: ignore[no-untyped-def]
         return original(rows, [states * float("inf") for states in hidden], *rest)
 
-    monkeypatch.setattr(loop_module, "make_batch", poisoned)
+    monkeypatch.setattr(heads_module, "make_batch", poisoned)
     with pytest.raises(ValueError, match=r"not finite for 5 steps.*learning_rate"):
         run(model_path, data, tmp_path / "run")
     state = torch.load(next((tmp_path / "run" / "states").glob("step-*")) / "state.pt", weights_only=True)
@@ -226,3 +207,17 @@ def test_bf16_backbone_still_trains_fp32_heads(model_path: Path, data: Path, tmp
     assert all(tensor.dtype == torch.float32 for tensor in state["heads"].values())
     assert all(tensor.any() for tensor in state["heads"].values())
     assert all(tensor.dtype == torch.bfloat16 for name, tensor in weights(final).items() if name != "draft_vocab")
+
+
+def test_launchers_that_split_the_model_themselves_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"told to use DEEPSPEED.*optimization.shard=true"):
+        loop_module.refuse_launcher(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))  # type: ignore[arg-type]
+
+
+def test_heads_start_where_others_ended(model_path: Path, data: Path, tmp_path: Path) -> None:
+    first = run(model_path, data, tmp_path / "first", "optimization.epochs=4")
+    second = run(model_path, data, tmp_path / "second", "optimization.max_steps=1", f"heads.init_from={first}")
+    assert log(tmp_path / "second")[0]["loss"] < 0.8 * log(tmp_path / "first")[0]["loss"]
+    assert torch.equal(weights(first)["draft_vocab"], weights(second)["draft_vocab"])
+    with pytest.raises(ValueError, match=r"missing 3\.0\.linear\.weight"):
+        run(model_path, data, tmp_path / "third", "heads.num_heads=4", f"heads.init_from={first}")

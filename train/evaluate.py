@@ -12,7 +12,7 @@ from torch import Tensor
 from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel
 from medusa.progress import progress_bar
-from medusa.tree_search import MISS
+from medusa.tree_search import MISS, search_tree_for_decoding
 
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
 from .pairs import following, make_batch
@@ -33,6 +33,10 @@ class HeadAccuracy:
     top10: list[float]
     positions: list[int]
     """How many each head was judged on."""
+    conditional_top1: list[float]
+    """The same, where the first guesses of all heads before were right too."""
+    conditional_top5: list[float]
+    conditional_top10: list[float]
 
     def save(self, directory: Path) -> None:
         """Write the figures beside the heads."""
@@ -91,11 +95,22 @@ def accuracy(judged: Judged) -> HeadAccuracy:
     ranks, counted = judged.ranks, judged.targets != IGNORE
     counts = counted.sum(dim=0)
 
-    def share(top: int) -> list[float]:
+    def shares(top: int) -> tuple[list[float], list[float]]:
         hit = (ranks != MISS) & (ranks < top) & counted
-        return [round(value, 4) for value in (hit.sum(dim=0) / counts.clamp(min=1)).tolist()]
+        reached = hit.cumprod(dim=1).roll(1, dims=1)
+        reached[:, 0] = 1
+        found = hit.sum(dim=0) / counts.clamp(min=1)
+        conditional = (hit & reached.bool()).sum(dim=0) / (counted & reached.bool()).sum(dim=0).clamp(min=1)
+        return [round(share, 4) for share in found.tolist()], [round(share, 4) for share in conditional.tolist()]
 
-    return HeadAccuracy(share(1), share(5), share(TOP), counts.tolist())
+    (top1, after1), (top5, after5), (top10, after10) = shares(1), shares(5), shares(TOP)
+    return HeadAccuracy(top1, top5, top10, counts.tolist(), after1, after5, after10)
+
+
+def predicted_tokens_per_step(judged: Judged, nodes: int) -> float:
+    """What decoding is expected to gain: tokens emitted / verify passes with the best tree of `nodes` nodes."""
+    ends = judged.targets[:, 0] == IGNORE
+    return search_tree_for_decoding(judged.ranks, ends, nodes).tokens_per_step(nodes)
 
 
 def judge_file(model: MedusaModel, tokenizer: Any, file: str, max_length: int, recorded: bool) -> Judged:

@@ -36,12 +36,7 @@ class LiveHiddenStates:
     def of(self, rows: list[TrainingRow]) -> list[Tensor]:
         """One padded pass; padding is masked by length, not by id."""
         device = self.backbone.lm_weight.device
-        longest = max(len(row.input_ids) for row in rows)
-        ids = torch.zeros(len(rows), longest, dtype=torch.long)
-        mask = torch.zeros(len(rows), longest, dtype=torch.long)
-        for i, row in enumerate(rows):
-            ids[i, : len(row.input_ids)] = torch.tensor(row.input_ids)
-            mask[i, : len(row.input_ids)] = 1
+        ids, mask = padded(rows)
         self.backbone.check_ids(ids)
         hidden = self.backbone.hidden(ids.to(device), mask.to(device))  # [B, T, D]
         return [hidden[i, root_positions(row.labels)] for i, row in enumerate(rows)]
@@ -88,6 +83,17 @@ class RecordedHiddenStates:
                 )
             result.append(states[:positions].float())
         return result
+
+
+def padded(rows: list[TrainingRow]) -> tuple[Tensor, Tensor]:
+    """Token ids of rows, padded behind, and a mask that is 1 on text: [B, T] each."""
+    longest = max(len(row.input_ids) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros(len(rows), longest, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row.input_ids)] = torch.tensor(row.input_ids)
+        mask[i, : len(row.input_ids)] = 1
+    return ids, mask
 
 
 def recording_directory(data_file: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Resumable state of a run: written whole or not at all, the two newest kept."""
+"""Resumable state of a run: written whole or not at all; the newest are kept, and the best."""
 
 import shutil
 from pathlib import Path
@@ -9,20 +9,21 @@ import torch
 from medusa.checkpoint import atomic_directory
 
 STATE_FILE = "state.pt"
-KEEP = 2
+NEWEST = "step"
+BEST = "best"
 
 
-def save_state(directory: Path, step: int, state: dict[str, Any]) -> None:
-    """Write the state after `step` and remove all but the newest ones."""
-    with atomic_directory(directory / f"step-{step:08d}") as work:
+def save_state(directory: Path, kind: str, step: int, state: dict[str, Any], keep: int) -> None:
+    """Write the state after `step` beside others of its kind, and remove all but the `keep` newest."""
+    with atomic_directory(directory / f"{kind}-{step:08d}") as work:
         torch.save(state, work / STATE_FILE)
-    for old in _states(directory)[:-KEEP]:
+    for old in _states(directory, kind)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load_newest_state(directory: Path) -> dict[str, Any] | None:
-    """The newest complete state, or None."""
-    states = _states(directory)
+def load_newest_state(directory: Path, kind: str = NEWEST) -> dict[str, Any] | None:
+    """The newest complete state of a kind, or None."""
+    states = _states(directory, kind)
     if not states:
         return None
     stored = torch.load(states[-1] / STATE_FILE, map_location="cpu", weights_only=True)
@@ -30,5 +31,5 @@ def load_newest_state(directory: Path) -> dict[str, Any] | None:
     return stored
 
 
-def _states(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob("step-*") if (path / STATE_FILE).is_file())
+def _states(directory: Path, kind: str) -> list[Path]:
+    return sorted(path for path in directory.glob(f"{kind}-*") if (path / STATE_FILE).is_file())
