@@ -5,17 +5,14 @@ B rows, K heads, G guesses of each, M nodes of the heads' tree, N nodes of a ste
 
 import itertools
 
-import torch
 from torch import Tensor
 
-from medusa.calibration import log_hit
 from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel
 from medusa.tree_search import SearchedTree
 
-from .dynamic_tree import DynamicLayout, DynamicTree
+from .dynamic_tree import DynamicLayout, DynamicTree, guess_superset
 from .layout import TreeLayout
-from .levels import Level, level_logits, levels_of
 from .lookup import Lookup, LookupDrafting
 from .propose import Candidates
 from .proposer import DecodingState
@@ -53,7 +50,6 @@ class HeadsAndLookup:
         self.heads = model.heads
         self.lookup = lookup
         self.layout = DynamicLayout.of(nodes, model.backbone.lm_weight.device)
-        self.levels = levels_of(self.layout.superset)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -81,7 +77,7 @@ class CombinedDrafting:
     def propose(self, state: DecodingState) -> tuple[Candidates, TreeLayout]:
         """Fill a tree behind every row's root."""
         own = self.proposer
-        guesses = guess_with_heads(own.heads, state.hidden, state.root, own.layout, own.levels)
+        guesses = guess_with_heads(own.heads, state.hidden, state.root, own.layout)
         sizes = own.lookup.step_sizes
         trees = [self._merged(row, guessed) for row, guessed in enumerate(guesses)]
         return lay_out(trees, state.root, sizes.choose(trees))
@@ -105,7 +101,7 @@ class CombinedDrafting:
 
 
 def guess_with_heads(
-    heads: MedusaHeads, hidden: Tensor, root: Tensor, layout: DynamicLayout, levels: list[Level]
+    heads: MedusaHeads, hidden: Tensor, root: Tensor, layout: DynamicLayout
 ) -> list[dict[Tokens, Continuations]]:
     """What the heads propose behind every token path of their tree, for each row.
 
@@ -114,32 +110,11 @@ def guess_with_heads(
         hidden: hidden state that each root came from, [B, D].
         root: ids of the roots, [B].
         layout: the heads' nodes.
-        levels: of these nodes.
     """
-    tokens, log_confidence = _guesses(heads, hidden, root, levels, len(layout.parents))  # [B, M]
-    head = layout.superset.depths[0].sub(1).clamp(min=0)  # [M]
-    share = log_hit(log_confidence[..., None], layout.powers[head], layout.offsets[head])[..., 0].exp()
+    tokens, log_confidence = guess_superset(heads, hidden, root, layout)  # [B, M] each
+    share = layout.hits(log_confidence).exp()
     parents = layout.parents.tolist()
     return [by_path(*row, parents) for row in zip(tokens.tolist(), share.tolist(), strict=True)]
-
-
-def _guesses(
-    heads: MedusaHeads, hidden: Tensor, root: Tensor, levels: list[Level], num_nodes: int
-) -> tuple[Tensor, Tensor]:
-    """The token of every node, and the log-probability that its head gives it behind its parent: [B, M] each."""
-    tokens = root[:, None].repeat(1, num_nodes)
-    log_confidence = torch.zeros(tokens.shape, device=root.device)
-    together = None if heads.config.sequential else heads(hidden, root).transpose(0, 1)  # [B, K, Vd]
-    for depth, level in enumerate(levels):
-        if together is None:
-            logits, parent = level_logits(heads, depth, hidden, tokens, level), level.parent  # [B, W, Vd]
-        else:
-            logits, parent = together[:, depth, None], torch.zeros_like(level.parent)  # one guess behind all parents
-        best = logits.topk(level.top_k, dim=-1)  # [B, W, top_k]
-        confidence = best.values.float() - logits.float().logsumexp(dim=-1, keepdim=True)
-        tokens[:, level.children] = heads.to_vocab(best.indices)[:, parent, level.rank]
-        log_confidence[:, level.children] = confidence[:, parent, level.rank]
-    return tokens, log_confidence
 
 
 def by_path(tokens: list[int], shares: list[float], parents: list[int]) -> dict[Tokens, Continuations]:

@@ -129,13 +129,17 @@ class DynamicLayout:
 
         A child's is never above its parent's, not even by rounding: it is the parent's plus something not positive.
         """
-        head = self.superset.depths[0].sub(1).clamp(min=0)  # [M]; that of the root is not used
-        own = log_hit(log_confidence[..., None], self.powers[head], self.offsets[head])[..., 0]
-        own = own.masked_fill(self.superset.depths == 0, 0.0)
+        own = self.hits(log_confidence)
         joint = own
         for _ in range(1, len(self.powers)):
             joint = own + joint[:, self.parents]
         return joint
+
+    def hits(self, log_confidence: Tensor) -> Tensor:
+        """Log-probability that the guess of each node is right if its parent is: [B, M] -> [B, M]; 0 for the root."""
+        head = self.superset.depths[0].sub(1).clamp(min=0)  # [M]; that of the root is not used
+        own = log_hit(log_confidence[..., None], self.powers[head], self.offsets[head])[..., 0]
+        return own.masked_fill(self.superset.depths == 0, 0.0)
 
     def choose_size(self, joint: Tensor) -> int:
         """The size that gains most on decoding at the usual rate; joint [B, M], descending in each row.

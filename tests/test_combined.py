@@ -17,7 +17,6 @@ from medusa.calibration import Calibration
 from medusa.inference import HeadsAndLookup, Lookup, MedusaDecoder, StepSizes
 from medusa.inference.combined import by_path, guess_with_heads, merge
 from medusa.inference.dynamic_tree import DynamicLayout, DynamicTree, propose_dynamic
-from medusa.inference.levels import levels_of
 from medusa.inference.token_tree import Continuations, Tokens, TokenTree, grow, lay_out
 from medusa.tree_search import SearchedTree, search_tree
 
@@ -126,7 +125,7 @@ def test_heads_alone_fill_the_dynamic_tree() -> None:
     layout = DynamicLayout.of(tree, torch.device("cpu"))
     hidden, root = torch.randn(4, 32, dtype=torch.float64), torch.tensor([3, 14, 15, 92])
     with torch.inference_mode():
-        guesses = guess_with_heads(medusa.heads, hidden, root, layout, levels_of(layout.superset))
+        guesses = guess_with_heads(medusa.heads, hidden, root, layout)
         candidates, expected = propose_dynamic(medusa.heads, hidden, root, layout)
     for row, guessed in enumerate(guesses):
         found = paths_of(grow(lambda path, guessed=guessed: guessed.get(path, {}), 12, 1e-12))
@@ -144,7 +143,7 @@ def test_sequential_heads_are_asked_level_by_level() -> None:
     layout = DynamicLayout.of(DynamicTree(CandidateTree.from_paths(PATHS), (2,)), torch.device("cpu"))
     hidden, root = torch.randn(2, 32, dtype=torch.float64), torch.tensor([3, 14])
     with torch.inference_mode():
-        guesses = guess_with_heads(medusa.heads, hidden, root, layout, levels_of(layout.superset))
+        guesses = guess_with_heads(medusa.heads, hidden, root, layout)
         for row, guessed in enumerate(guesses):
             assert len(guessed) == 1 + G + G**2
             for path, after in guessed.items():

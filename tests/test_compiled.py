@@ -58,10 +58,12 @@ def test_one_graph_for_each_size_of_a_dynamic_tree() -> None:
 
 def test_more_sizes_than_graphs_are_refused() -> None:
     tree = DynamicTree(CandidateTree.chain(K), (1, 2, 3, 4))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._dynamo.config, "recompile_limit", 3)
-        with pytest.raises(ValueError, match=r"each of the 4 sizes .* torch keeps 3; give fewer"):
-            MedusaDecoder(tiny_medusa(tiny_model("llama"), num_heads=K), tree, compile=True)
+    medusa = tiny_medusa(tiny_model("llama"), num_heads=K)
+    with (
+        torch._dynamo.config.patch(recompile_limit=3),
+        pytest.raises(ValueError, match=r"each of the 4 sizes .* torch keeps 3; give fewer"),
+    ):
+        MedusaDecoder(medusa, tree, compile=True)
 
 
 def test_batches_stay_eager() -> None:
