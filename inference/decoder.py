@@ -134,6 +134,20 @@ class MedusaDecoder:
             raise ValueError(f"this decoder has no tree of its own: {type(self.proposer).__name__} makes one a step")
         return self.proposer.tree
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile the verify pass of every size now, and not in the first step that needs it."""
+        if self._compiled is None:
+            return
+        sizes = self.proposer.sizes
+        # More room than is filled, as in a request: a graph made for a full buffer would be good for full ones alone.
+        prompt = torch.zeros(4, dtype=torch.long, device=self.device)
+        cache = TreeCache(self.backbone.num_layers, 2 * (len(prompt) + sizes[-1]))
+        prefill(self.backbone, [prompt], cache)
+        for size in sizes:
+            layout = TreeLayout.of(CandidateTree.chain(size - 1), self.device)
+            self._compiled(torch.zeros(1, size, dtype=torch.long, device=self.device), layout, cache)
+
     def generate(
         self,
         input_ids: Tensor,

@@ -9,12 +9,14 @@ import typer
 from .cli_common import Checkpoint, Dtype, Json, MaxNewTokens, load, note, show
 
 if TYPE_CHECKING:
-    from medusa.inference import MedusaDecoder, StepSizes
+    from medusa.inference import MedusaDecoder
     from medusa.inference.bench import Method
     from medusa.model import MedusaModel
 
-METHODS = ("generate", "prompt-lookup", "static", "heads", "dynamic", "compiled", "lookup", "combined", "draft")
-"""`generate` is what the others are compared with; `static` and `compiled` compile for minutes."""
+THEIRS = ("generate", "prompt-lookup", "static")
+"""Of transformers; `generate` is what all others are compared with, and `static` compiles for minutes."""
+OURS = ("heads", "dynamic", "lookup", "combined", "draft")
+METHODS = (*THEIRS, *OURS)
 USUAL = "generate,prompt-lookup,heads"
 
 
@@ -24,6 +26,9 @@ def bench(
         str, typer.Option(help=f"Comma-separated, of {', '.join(METHODS)}; or all of them: all.")
     ] = USUAL,
     draft: Annotated[str | None, typer.Option(help="For the method draft: a smaller model.")] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help=f"Also measure {', '.join(OURS)} compiled, which takes minutes.")
+    ] = False,
     questions: Annotated[
         Path | None,
         typer.Option(help="JSONL with `turns` or `prompt`, and `category`; unsaid: a dozen built-in prompts."),
@@ -65,7 +70,7 @@ def bench(
     )
     model, tokenizer = load(checkpoint, dtype)
     give_template(tokenizer)
-    decoder, ways = _methods(model, names, draft)
+    decoder, ways = _methods(model, names, draft, compiled)
     speaker = Speaker(decoder, tokenizer, max_new_tokens, {})
 
     def encode(history: list[tuple[str, str]], text: str) -> Any:
@@ -110,55 +115,56 @@ def _names(methods: str, draft: str | None) -> list[str]:
     return [METHODS[0], *(name for name in names if name != METHODS[0])]
 
 
-def _methods(model: "MedusaModel", names: list[str], draft: str | None) -> tuple["MedusaDecoder", dict[str, "Method"]]:
+def _methods(
+    model: "MedusaModel", names: list[str], draft: str | None, compiled: bool
+) -> tuple["MedusaDecoder", dict[str, "Method"]]:
     """The methods that were asked for, and the decoder with the tree that is fastest here."""
     from medusa.inference import MedusaDecoder
+    from medusa.inference.bench import decoder_method, generate_method
 
     decoder = MedusaDecoder(model, tree="auto", pack_weights="auto")
+    options: dict[str, dict[str, Any]] = {
+        "generate": {},
+        "prompt-lookup": {"prompt_lookup_num_tokens": 10},
+        "static": {"cache_implementation": "static"},
+    }
     ways: dict[str, Method] = {}
     for name in names:
+        if name in THEIRS:
+            ways[name] = generate_method(model.model, options[name])
+            continue
         try:
-            ways[name] = _method(name, model, decoder, draft)
-        except ValueError as error:  # such as a dynamic tree without a searched one
+            ways[name] = decoder_method(_decoder(name, model, decoder, draft, compiled=False))
+            if compiled:
+                compiles = _decoder(name, model, decoder, draft, compiled=True)
+                compiles.warm_up()
+                ways[f"{name}, compiled"] = decoder_method(compiles)
+        except ValueError as error:  # such as a dynamic tree where none was searched
             note(f"{name}: {error}")
     return decoder, ways
 
 
-def _method(name: str, model: "MedusaModel", decoder: "MedusaDecoder", draft: str | None) -> "Method":
-    """One of METHODS; `decoder` is the one with the fastest tree."""
-    from medusa.inference import DraftModel, HeadsAndLookup, Lookup, MedusaDecoder
-    from medusa.inference.bench import decoder_method, generate_method
+def _decoder(
+    name: str, model: "MedusaModel", fastest: "MedusaDecoder", draft: str | None, compiled: bool
+) -> "MedusaDecoder":
+    """One of OURS; `fastest` is the one with the static tree that is fastest here."""
+    from medusa.inference import DraftModel, DynamicTree, HeadsAndLookup, Lookup, MedusaDecoder, StepSizes
     from medusa.model import load_backbone
 
-    if name == "generate":
-        return generate_method(model.model, {})
-    if name == "prompt-lookup":
-        return generate_method(model.model, {"prompt_lookup_num_tokens": 10})
-    if name == "static":
-        return generate_method(model.model, {"cache_implementation": "static"})
+    packed = fastest.backbone is not model.backbone
     if name == "heads":
-        return decoder_method(decoder)
+        return MedusaDecoder(model, tree=fastest.tree, pack_weights=packed, compile=compiled) if compiled else fastest
+    if name == "draft":
+        smaller = load_backbone(draft, model.backbone.lm_weight.dtype)
+        drafting = DraftModel(smaller, num_drafts="auto")
+        return MedusaDecoder(model, pack_weights=packed, compile=compiled, proposer=drafting)
+    timed = MedusaDecoder(model, tree="dynamic", pack_weights=packed or "auto").tree
+    assert isinstance(timed, DynamicTree)
     if name == "dynamic":
-        return decoder_method(MedusaDecoder(model, tree="dynamic", pack_weights="auto"))
-    packed = decoder.backbone is not model.backbone
-    if name == "compiled":
-        return decoder_method(MedusaDecoder(model, tree=decoder.tree, pack_weights=packed, compile=True))
-    if name == "lookup":
-        return decoder_method(MedusaDecoder(model, pack_weights=packed, proposer=Lookup(sizes=_sizes(model))))
-    if name == "combined":
-        proposer = HeadsAndLookup(model, Lookup(sizes=_sizes(model)))
-        return decoder_method(MedusaDecoder(model, pack_weights=packed, proposer=proposer))
-    smaller = load_backbone(draft, model.backbone.lm_weight.dtype)
-    return decoder_method(MedusaDecoder(model, pack_weights=packed, proposer=DraftModel(smaller, num_drafts="auto")))
-
-
-def _sizes(model: "MedusaModel") -> "StepSizes":
-    """Sizes of steps, and what they take on this machine."""
-    from medusa.inference import DynamicTree, MedusaDecoder, StepSizes
-
-    tree = MedusaDecoder(model, tree="dynamic", pack_weights="auto").tree
-    assert isinstance(tree, DynamicTree)
-    return StepSizes(tree.sizes, tree.seconds, tree.tokens_per_second)
+        return MedusaDecoder(model, tree=timed, pack_weights=packed, compile=compiled)
+    lookup = Lookup(sizes=StepSizes(timed.sizes, timed.seconds, timed.tokens_per_second))
+    proposer = lookup if name == "lookup" else HeadsAndLookup(model, lookup)
+    return MedusaDecoder(model, pack_weights=packed, compile=compiled, proposer=proposer)
 
 
 def _facts(model: "MedusaModel", checkpoint: str, questions: Path | None, decoder: "MedusaDecoder") -> dict[str, Any]:
