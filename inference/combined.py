@@ -9,6 +9,7 @@ from torch import Tensor
 
 from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel
+from medusa.tree import CandidateTree
 from medusa.tree_search import SearchedTree
 
 from .dynamic_tree import DynamicLayout, DynamicTree, guess_superset
@@ -45,6 +46,8 @@ class HeadsAndLookup:
                 "for these heads; make one: medusa tree CHECKPOINT --data FILE"
             )
         superset = searched.best(2 * max(lookup.sizes))
+        if superset.num_nodes == 1:  # heads that were never right where the tree was searched still have first guesses
+            superset = CandidateTree.chain(model.config.num_heads)
         nodes = DynamicTree(superset, (superset.num_nodes,), calibration=searched.calibration)
         nodes.check_heads(model.config.num_heads, model.heads.draft_size)
         self.heads = model.heads

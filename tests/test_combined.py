@@ -182,10 +182,11 @@ def test_a_searched_tree_is_taken() -> None:
     medusa = tiny_medusa(shared_model("llama"), num_heads=K)
     with pytest.raises(ValueError, match=r"none was searched for these heads.*medusa tree"):
         HeadsAndLookup(medusa, Lookup())
-    medusa.searched_tree = search_tree(torch.tensor([[0, 0, 0], [1, 0, -1], [2, 1, 0]]), max_nodes=8)
     prompt = prompt_of(6)
-    result = MedusaDecoder(medusa, proposer=HeadsAndLookup(medusa, Lookup())).generate(prompt, NEW)
-    assert result.sequences.tolist() == hf_greedy(medusa.model, prompt, NEW).tolist()
+    for ranks in ([[0, 0, 0], [1, 0, -1], [2, 1, 0]], [[-1, -1, -1]]):  # the last heads were never right
+        medusa.searched_tree = search_tree(torch.tensor(ranks), max_nodes=8)
+        result = MedusaDecoder(medusa, proposer=HeadsAndLookup(medusa, Lookup())).generate(prompt, NEW)
+        assert result.sequences.tolist() == hf_greedy(medusa.model, prompt, NEW).tolist()
 
 
 def test_a_tree_of_other_heads_is_refused() -> None:
