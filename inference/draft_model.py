@@ -239,6 +239,8 @@ class ModelDrafting:
         known = self.proposer.known_tokens
         scores = logits[..., :known]
         q = draft_scores(rows, scores if scores.dtype == torch.float64 else scores.float()).softmax(dim=-1)
+        # What underflows is not drawn: acceptance could not bring the rest of q to 1 once its siblings are rejected.
+        q = q.masked_fill(q < torch.finfo(q.dtype).tiny, 0.0)
         return torch.nn.functional.pad(q, (0, self.proposer.vocab_size - known))
 
     def _now(self) -> float:

@@ -72,4 +72,5 @@ class Original:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The original's logits, [P, D] -> [P, V]."""
-        return self.transform(F.linear(hidden, self.weight, self.bias)).float()
+        # Layers that learn made the LM head fp32, which changes no value.
+        return self.transform(F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)).float()
