@@ -3,10 +3,12 @@
 B rows, K heads, G guesses of each, M nodes of the heads' tree, N nodes of a step.
 """
 
+import copy
 import itertools
 
 from torch import Tensor
 
+from medusa.backbone import Backbone
 from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel
 from medusa.tree import CandidateTree
@@ -50,6 +52,7 @@ class HeadsAndLookup:
             superset = CandidateTree.chain(model.config.num_heads)
         nodes = DynamicTree(superset, (superset.num_nodes,), calibration=searched.calibration)
         nodes.check_heads(model.config.num_heads, model.heads.draft_size)
+        self.backbone = model.backbone
         self.heads = model.heads
         self.lookup = lookup
         self.layout = DynamicLayout.of(nodes, model.backbone.lm_weight.device)
@@ -63,6 +66,21 @@ class HeadsAndLookup:
     def depth(self) -> int:
         """The most tokens that a step can accept."""
         return self.lookup.depth
+
+    def for_target(self, target: Backbone, known_tokens: int) -> "HeadsAndLookup":
+        """The same, with the look-up for this target.
+
+        Raises:
+            ValueError: the heads are those of another model.
+        """
+        if target.model is not self.backbone.model:
+            raise ValueError(
+                f"these heads belong to another model than the {type(target.model).__name__} that verifies; give the "
+                "MedusaModel that HeadsAndLookup was made with"
+            )
+        fitted = copy.copy(self)
+        fitted.lookup = self.lookup.for_target(target, known_tokens)
+        return fitted
 
     def start(self, rows: list[Row]) -> "CombinedDrafting":
         """Index the prompts."""

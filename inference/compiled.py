@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from medusa.backbone import Backbone
+from medusa.tree import CandidateTree
 
 from .cache import TreeCache
 from .layout import TreeLayout
 from .tree_attention import TreePass, traced
-from .verify import positions
+from .verify import positions, prefill
 
 
 class _Layer(CacheLayerMixin):
@@ -62,6 +63,18 @@ class CompiledVerify:
         """Prepare; the first pass of each size compiles its graph, which takes from half a minute to some minutes."""
         self.backbone = backbone
         self._graph = torch.compile(self._run, fullgraph=True, dynamic=False)
+
+    @torch.inference_mode()
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Make the graph of every size now."""
+        device = self.backbone.lm_weight.device
+        # More room than is filled, as in a request: a graph made for a full buffer would be good for full ones alone.
+        prompt = torch.zeros(4, dtype=torch.long, device=device)
+        cache = TreeCache(self.backbone.num_layers, 2 * (len(prompt) + max(sizes)))
+        prefill(self.backbone, [prompt], cache)
+        for size in sizes:
+            layout = TreeLayout.of(CandidateTree.chain(size - 1), device)
+            self(torch.zeros(1, size, dtype=torch.long, device=device), layout, cache)
 
     def __call__(self, tokens: Tensor, layout: TreeLayout, cache: TreeCache) -> tuple[Tensor, Tensor]:
         """As `verify`: tokens [1, N] -> hidden states [1, N, D] and logits [1, N, V]."""

@@ -20,7 +20,6 @@ from medusa.tree import CandidateTree
 from .accept import Blockwise, Typical
 from .cache import TreeCache
 from .compiled import CompiledVerify, check_sizes, why_not_compile
-from .draft_model import DraftModel
 from .draws import CertainDraws, RandomDraws, dice
 from .dynamic_tree import DynamicTree
 from .head_proposer import HeadProposer
@@ -106,9 +105,7 @@ class MedusaDecoder:
             if pack_weights is True:
                 self.backbone = Backbone(pack_linears(self.plain.model))
             check_tree_attention(self.backbone)
-            if isinstance(proposer, DraftModel):
-                proposer = proposer.for_target(self.plain, self.known_tokens)
-            self.proposer = proposer
+            self.proposer = proposer.for_target(self.plain, self.known_tokens)
         if isinstance(self.acceptance, Blockwise) and self.acceptance.min_block > self.proposer.depth + 1:
             raise ValueError(
                 f"min_block is {self.acceptance.min_block}, but a step emits at most {self.proposer.depth + 1} tokens; "
@@ -134,19 +131,10 @@ class MedusaDecoder:
             raise ValueError(f"this decoder has no tree of its own: {type(self.proposer).__name__} makes one a step")
         return self.proposer.tree
 
-    @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile the verify pass of every size now, and not in the first step that needs it."""
-        if self._compiled is None:
-            return
-        sizes = self.proposer.sizes
-        # More room than is filled, as in a request: a graph made for a full buffer would be good for full ones alone.
-        prompt = torch.zeros(4, dtype=torch.long, device=self.device)
-        cache = TreeCache(self.backbone.num_layers, 2 * (len(prompt) + sizes[-1]))
-        prefill(self.backbone, [prompt], cache)
-        for size in sizes:
-            layout = TreeLayout.of(CandidateTree.chain(size - 1), self.device)
-            self._compiled(torch.zeros(1, size, dtype=torch.long, device=self.device), layout, cache)
+        if self._compiled is not None:
+            self._compiled.warm_up(self.proposer.sizes)
 
     def generate(
         self,

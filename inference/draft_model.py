@@ -8,7 +8,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -202,13 +202,13 @@ class ModelDrafting:
         tokens = torch.full((len(state.rows), layout.num_nodes), NO_TOKEN, device=state.root.device)
         tokens[:, 0] = state.root
         greedy = torch.tensor([not row.do_sample for row in state.rows], device=tokens.device)
-        levels, all_q = levels_of(layout), []
+        levels, all_q = depth_ranges(layout), []
         for level, below in itertools.pairwise(levels):
             q = self._distributions(state.rows, logits)  # [B, n, V]
             all_q.append(q)
             for i, node in enumerate(level):
                 children = layout.children[0][node]
-                tokens[:, children] = draw_siblings(q[:, i], len(children), greedy, state.draws)
+                tokens[:, children] = draw_drafts(q[:, i], len(children), greedy, state.draws)
             if below != levels[-1]:
                 logits = verify_nodes(self.draft, tokens[:, list(below)], layout, below, text, self.cache)
                 self.cache.keep([list(range(len(below)))] * len(state.rows))
@@ -250,19 +250,19 @@ class ModelDrafting:
         return time.perf_counter()
 
 
-@cache
+@lru_cache(maxsize=64)
 def layout_of(tree: CandidateTree, device: torch.device) -> TreeLayout:
     """The tree laid out, once for all steps."""
     return TreeLayout.of(tree, device)
 
 
-def levels_of(layout: TreeLayout) -> list[range]:
+def depth_ranges(layout: TreeLayout) -> list[range]:
     """The nodes of each depth; they follow each other."""
     depths = layout.depths[0].tolist()
     return [range(depths.index(d), depths.index(d) + depths.count(d)) for d in range(depths[-1] + 1)]
 
 
-def draw_siblings(q: Tensor, count: int, greedy: Tensor, draws: Draws) -> Tensor:
+def draw_drafts(q: Tensor, count: int, greedy: Tensor, draws: Draws) -> Tensor:
     """Draw from q without replacement, or take the likeliest tokens.
 
     Args:

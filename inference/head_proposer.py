@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from medusa.backbone import Backbone
 from medusa.heads import MedusaHeads
 from medusa.tree import CandidateTree
 
@@ -58,6 +59,10 @@ class HeadProposer:
     def depth(self) -> int:
         """How many heads the tree uses."""
         return self.tree.depth
+
+    def for_target(self, target: Backbone, known_tokens: int) -> "HeadProposer":
+        """The heads know their backbone and what is padding of its vocabulary."""
+        return self
 
     def start(self, rows: list[Row]) -> "HeadProposer":
         """There is nothing to remember."""

@@ -4,7 +4,10 @@ Saxena 2023, *Prompt Lookup Decoding*; Yang et al. 2023, *LLMA*; Oliaro et al. 2
 continuations, from the text and from earlier outputs). B rows, N nodes.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
+
+from medusa.backbone import Backbone
 
 from .layout import TreeLayout
 from .ngrams import Followers, NGramIndex
@@ -60,6 +63,8 @@ class Lookup:
         self.step_sizes = StepSizes.up_to(num_nodes) if sizes is None else sizes
         self.max_ngram = max_ngram
         self.min_chance = min_chance
+        self.known_tokens: int | None = None
+        """Ids from here on are not proposed; None: all may be."""
         self.corpus = NGramIndex(max_ngram) if corpus is None else _indexed(corpus, vocab_size, max_ngram)
 
     @property
@@ -71,6 +76,12 @@ class Lookup:
     def depth(self) -> int:
         """The most tokens that a step can accept: a chain of all nodes."""
         return self.step_sizes.largest - 1
+
+    def for_target(self, target: Backbone, known_tokens: int) -> "Lookup":
+        """The same look-up, which passes over what texts hold and the target never emits."""
+        fitted = copy.copy(self)
+        fitted.known_tokens = known_tokens
+        return fitted
 
     def start(self, rows: list[Row]) -> "LookupDrafting":
         """Index the prompts."""
@@ -110,6 +121,7 @@ class WrittenText:
         self.row = row
         self.corpus = lookup.corpus
         self.max_ngram = lookup.max_ngram
+        self.known_tokens = lookup.known_tokens
         self.index = NGramIndex(lookup.max_ngram)
         self.end: Tokens = ()
         """The last `max_ngram` tokens."""
@@ -144,7 +156,11 @@ class WrittenText:
         seen = sum(followers.values())
         # Of equally frequent ones the latest first.
         frequent = sorted(reversed(followers.items()), key=lambda follower: -follower[1])
-        return {token: reliability * count / seen for token, count in frequent}
+        return {
+            token: reliability * count / seen
+            for token, count in frequent
+            if self.known_tokens is None or token < self.known_tokens
+        }
 
     def _longest_match(self, path: Tokens) -> tuple[int, Followers]:
         """The longest run at the end that was seen before, and what followed it; (0, {}) if there is none."""

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from medusa.backbone import Backbone
+
 from .cache import TreeCache
 from .draws import Draws
 from .layout import TreeLayout
@@ -55,6 +57,13 @@ class Proposer(Protocol):
     @property
     def depth(self) -> int:
         """The most tokens that a step can accept."""
+
+    def for_target(self, target: Backbone, known_tokens: int) -> "Proposer":
+        """The same proposer for this target; ids from `known_tokens` on are never proposed.
+
+        Raises:
+            ValueError: it cannot propose for this target.
+        """
 
     def start(self, rows: list[Row]) -> Drafting:
         """Begin a request: the rows hold their prompts."""

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from medusa import CandidateTree
 from medusa.calibration import Calibration
-from medusa.inference import HeadsAndLookup, Lookup, MedusaDecoder, StepSizes
+from medusa.inference import Blockwise, HeadsAndLookup, Lookup, MedusaDecoder, StepSizes
 from medusa.inference.combined import by_path, guess_with_heads, merge
 from medusa.inference.dynamic_tree import DynamicLayout, DynamicTree, propose_dynamic
+from medusa.inference.layout import TreeLayout
+from medusa.inference.propose import Candidates
+from medusa.inference.proposer import DecodingState
 from medusa.inference.token_tree import Continuations, Tokens, TokenTree, grow, lay_out
 from medusa.tree_search import SearchedTree, search_tree
 
@@ -201,3 +204,34 @@ def test_samples_are_distributed_as_the_backbones() -> None:
     lookup: dict[str, Any] = {"corpus": [[1, 2, 3, 4, 9, 1, 5, 5, 8, 3, 2, 9]], "vocab_size": test_exactness.V}
     proposer = HeadsAndLookup(medusa, Lookup(6, 2, **lookup), tree)
     test_exactness.check(MedusaDecoder(medusa, proposer=proposer), 2000, 1.0, 0.8)
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "typical", Blockwise("top_k", top_k=2), Blockwise(min_block=2)])
+@pytest.mark.parametrize("combined", [False, True])
+def test_padding_of_the_vocabulary_is_looked_up_but_never_proposed(acceptance: Any, combined: bool) -> None:
+    """The prompt holds ids that the tokenizer lacks, and repeats what comes before them."""
+    medusa = tiny_medusa(shared_model("llama"), num_heads=K)
+    medusa.limit_tokens(90)
+    medusa.searched_tree = search_tree(torch.tensor([[0, 0, 0], [1, 0, -1]]), max_nodes=8)
+    proposer = HeadsAndLookup(medusa, Lookup()) if combined else Lookup()
+    decoder = MedusaDecoder(medusa, proposer=proposer, acceptance=acceptance)
+    seen: list[int] = []
+    propose = decoder.propose
+
+    def watching(state: DecodingState) -> tuple[Candidates, TreeLayout]:
+        candidates, layout = propose(state)
+        seen.extend(candidates.tokens.flatten().tolist())
+        return candidates, layout
+
+    decoder.propose = watching  # type: ignore[method-assign]
+    prompt = torch.arange(3, 90).repeat_interleave(2)
+    prompt[1::2] = 95  # whatever comes next, 95 followed it in the prompt
+    assert decoder.generate(prompt[None], NEW).sequences[0, len(prompt) :].max() < 90
+    assert max(seen) < 90
+
+
+def test_heads_of_another_model_are_refused() -> None:
+    medusa = tiny_medusa(shared_model("llama"), num_heads=K)
+    medusa.searched_tree = search_tree(torch.tensor([[0, 0, 0]]), max_nodes=4)
+    with pytest.raises(ValueError, match="heads belong to another model than the MistralForCausalLM"):
+        MedusaDecoder(shared_model("mistral"), proposer=HeadsAndLookup(medusa, Lookup()))

@@ -37,7 +37,7 @@ from medusa.inference import (
     walk,
 )
 from medusa.inference.accept import NO_TOKEN, accept_sampled
-from medusa.inference.draft_model import ModelDrafting, draw_siblings
+from medusa.inference.draft_model import ModelDrafting, draw_drafts
 from medusa.inference.draws import Draws
 from medusa.inference.layout import TreeLayout
 from medusa.inference.propose import Candidates
@@ -298,19 +298,19 @@ def with_replacement(q: Tensor, count: int, greedy: Tensor, draws: Draws) -> Ten
 
 
 def likeliest_first(q: Tensor, count: int, greedy: Tensor, draws: Draws) -> Tensor:
-    drawn = draw_siblings(q, count, greedy, draws)
+    drawn = draw_drafts(q, count, greedy, draws)
     order = q.gather(1, drawn.clamp(min=0)).where(drawn != NO_TOKEN, -1.0).argsort(dim=1, descending=True)
     return drawn.gather(1, order)
 
 
 def certain(q: Tensor, count: int, greedy: Tensor, draws: Draws) -> Tensor:
-    return draw_siblings(q, count, torch.ones_like(greedy), draws)
+    return draw_drafts(q, count, torch.ones_like(greedy), draws)
 
 
 @pytest.mark.usefixtures("in_double")
 @pytest.mark.parametrize("wrong", [with_replacement, likeliest_first, certain])
 def test_wrong_siblings_fail(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
-    monkeypatch.setattr(draft_model, "draw_siblings", wrong)
+    monkeypatch.setattr(draft_model, "draw_drafts", wrong)
     with pytest.raises(AssertionError, match="instead of"):
         check_law({"tree": PAIR}, 2, [], vocab=4)
 
