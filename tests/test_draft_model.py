@@ -290,6 +290,24 @@ def test_a_larger_vocabulary_is_left_as_it_is(options: dict[str, Any]) -> None:
     check_law(options, 2, [], vocab=4)  # in which the wrong rules below fail
 
 
+def test_what_underflows_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a draft is rejected the rest of q is brought to 1, which denormal numbers do not come to."""
+    model = shared_model("llama", torch.float32)
+    seen: list[Tensor] = []
+    original = draft_model.draw_drafts
+
+    def watching(q: Tensor, count: int, greedy: Tensor, draws: Draws) -> Tensor:
+        seen.append(q)
+        return original(q, count, greedy, draws)
+
+    monkeypatch.setattr(draft_model, "draw_drafts", watching)
+    decoder = MedusaDecoder(model, proposer=DraftModel(model, tree=PAIR))
+    decoder.generate(prompt_of(5), NEW, do_sample=True, temperature=0.05, top_k=0, seed=0)
+    q = torch.cat([own.flatten() for own in seen])
+    assert ((q == 0) | (q >= torch.finfo(q.dtype).tiny)).all()
+    assert ((q > 0) & (q < 1e-20)).any(), "q is meant to come close to underflow"
+
+
 # Drafting that is nearly right
 
 
