@@ -8,9 +8,8 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from chatml import save_tiny_chat_model
 from safetensors.torch import load_file
-from training import log, run, write_chats
+from training import log, run
 
 from medusa.checkpoint import HEADS_FILE
 from medusa.train import loop as loop_module
@@ -21,16 +20,6 @@ from medusa.train.supervision import IGNORE, TrainingRow
 from medusa.tree_search import MISS
 
 ACCELERATE = Path(__file__).parent.parent / "configs" / "accelerate"
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_chat_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
 def test_accuracy_and_what_it_is_where_the_heads_before_were_right() -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from chatml import save_tiny_chat_model
 from safetensors.torch import load_file
-from training import CONFIG, log, run, write_chats
+from training import CONFIG, log, run
 
 from medusa.checkpoint import HEADS_FILE
 from medusa.train import loop as loop_module
@@ -31,16 +30,6 @@ while True:
     state["heads"].fill_(step)
     save_state(Path(sys.argv[1]), "step", step, state | {"step": step}, keep=2)
 """
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_chat_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
 def test_sigterm_saves_and_ends_with_status_0(
@@ -67,6 +56,32 @@ def test_sigterm_saves_and_ends_with_status_0(
     resumed = load_file(run(model_path, data, tmp_path / "run") / HEADS_FILE)
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     assert log(tmp_path / "run") == log(tmp_path / "straight")
+
+
+def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(
+    model_path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights have changed already, and the step is not counted yet."""
+    straight = load_file(run(model_path, data, tmp_path / "straight") / HEADS_FILE)
+    original = torch.optim.AdamW.step
+    taken = 0
+
+    def interrupted(self, *given):  # type: ignore[no-untyped-def]
+        nonlocal taken
+        original(self, *given)
+        taken += 1
+        if taken == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(model_path, data, tmp_path / "run")
+    stored = load_newest_state(tmp_path / "run" / "states")
+    assert stored is not None
+    assert stored["step"] == 3
+    monkeypatch.setattr(torch.optim.AdamW, "step", original)
+    resumed = load_file(run(model_path, data, tmp_path / "run") / HEADS_FILE)
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 @pytest.mark.parametrize("moments", [3, pytest.param(50, marks=pytest.mark.long)])

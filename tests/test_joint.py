@@ -13,7 +13,7 @@ import torch
 from chatml import save_tiny_chat_model
 from console import medusa
 from safetensors.torch import load_file
-from training import CONFIG, log, write_chats
+from training import CONFIG, log
 from training import run as run_tiny
 from transformers import AutoModelForCausalLM
 
@@ -21,16 +21,6 @@ from medusa import MedusaModel
 from medusa.train import loop as loop_module
 
 IDS = torch.arange(20, 40)[None]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_chat_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
 def run(model_path: Path, data: Path, out: Path, *overrides: str) -> Path:

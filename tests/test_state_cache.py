@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from chatml import save_tiny_chat_model
 from safetensors.torch import load_file, save_file
-from training import run, write_chats
+from training import run
 
 from medusa.backbone import Backbone
 from medusa.checkpoint import HEADS_FILE
@@ -20,16 +19,6 @@ from medusa.train.hidden_states import LiveHiddenStates, RecordedHiddenStates
 from medusa.train.rows import load_rows
 from medusa.train.state_cache import cached_states
 from medusa.train.supervision import TrainingRow
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_chat_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -12,24 +12,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from chatml import save_tiny_chat_model
 from safetensors.torch import load_file
-from training import CONFIG, log, run, write_chats
+from training import CONFIG, log, run
 
 from medusa import MedusaModel
 from medusa.checkpoint import HEADS_FILE
 from medusa.train import heads_stage as heads_module
 from medusa.train import loop as loop_module
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_chat_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
+from medusa.train import run as run_module
 
 
 def weights(final: Path) -> dict[str, torch.Tensor]:
@@ -175,6 +165,31 @@ def test_loss_that_stays_infinite_stops_with_the_rows(
         run(model_path, data, tmp_path / "run")
     state = torch.load(next((tmp_path / "run" / "states").glob("step-*")) / "state.pt", weights_only=True)
     assert all(torch.isfinite(tensor).all() for tensor in state["heads"].values())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    model_path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is: the run goes on behind that step."""
+    original = run_module.apply_gradients
+    calls = 0
+
+    def poisoned(run, stage, parameters, finite):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        parameters = list(parameters)
+        calls += 1
+        if calls == 2:
+            parameters[0].grad[0] = float("inf")
+            before = [parameter.clone() for parameter in parameters]
+        norm = original(run, stage, parameters, finite)
+        if calls == 2:
+            assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+        return norm
+
+    monkeypatch.setattr(heads_module, "apply_gradients", poisoned)
+    final = weights(run(model_path, data, tmp_path / "run"))
+    assert calls > 2
+    assert all(torch.isfinite(tensor).all() for tensor in final.values())
 
 
 def test_wandb_offline_is_one_run_and_jsonl_stays_the_truth(

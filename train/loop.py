@@ -34,7 +34,7 @@ from .run_state import BEST, NEWEST, load_newest_state, save_state
 from .schedule import Schedule
 from .sharding import gathered, load_optimizer_state, optimizer_state, whole
 from .state_cache import cached_states
-from .stopping import stop_asked
+from .stopping import stop_asked, undivided
 from .supervision import IGNORE, TrainingRow
 from .tracking import Tracker
 
@@ -67,8 +67,9 @@ def train(config: TrainConfig) -> Path:
             try:
                 while step < stage.last_step:
                     started = time.perf_counter()
-                    result = take_step(run, stage, step)
-                    step += 1
+                    with undivided():
+                        result = take_step(run, stage, step)
+                        step += 1
                     advance(1)
                     non_finite = 0 if result.finite else non_finite + 1
                     if non_finite == NON_FINITE_LIMIT:
@@ -114,8 +115,8 @@ def non_finite_message(config: TrainConfig, stage: Stage, result: StepResult) ->
     """Why training stops, and what to do."""
     rates = "optimization.learning_rate" if stage.name == "heads" else "joint.learning_rate and backbone_learning_rate"
     return (
-        f"the loss was not finite for {NON_FINITE_LIMIT} steps in a row (last rows: {', '.join(result.row_ids)}); "
-        f"lower {rates}, or look at these rows with `medusa inspect {config.data.train}`"
+        f"loss or gradient was not finite for {NON_FINITE_LIMIT} steps in a row (last rows: "
+        f"{', '.join(result.row_ids)}); lower {rates}, or look at these rows with `medusa inspect {config.data.train}`"
     )
 
 

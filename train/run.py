@@ -93,16 +93,17 @@ class StepResult:
     @property
     def finite(self) -> bool:
         """Whether the step changed anything."""
-        return bool(torch.isfinite(self.sums).all()) and math.isfinite(self.backbone_loss or 0.0)
+        figures = (self.backbone_loss or 0.0, self.gradient_norm)
+        return bool(torch.isfinite(self.sums).all()) and all(map(math.isfinite, figures))
 
 
 def apply_gradients(run: Run, stage: Stage, parameters: Iterable[nn.Parameter], finite: bool) -> float:
-    """Clip and take the optimizer's step, unless the loss was not finite; returns the norm before clipping."""
-    norm = run.accelerator.clip_grad_norm_(parameters, run.config.optimization.max_grad_norm)
-    if finite:
+    """Clip and take the optimizer's step, unless loss or gradient is not finite; returns the norm before clipping."""
+    norm = float(whole(run.accelerator.clip_grad_norm_(parameters, run.config.optimization.max_grad_norm)))
+    if finite and math.isfinite(norm):
         stage.optimizer.step()
     stage.optimizer.zero_grad(set_to_none=True)
-    return float(whole(norm))
+    return norm
 
 
 @torch.no_grad()

@@ -35,3 +35,24 @@ def stop_asked(accelerator: Accelerator) -> Iterator[Callable[[], bool]]:
         yield anywhere
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def undivided() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block: no weights are saved that are ahead of the counted steps."""
+    asked = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
