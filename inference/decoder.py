@@ -164,8 +164,11 @@ class MedusaDecoder:
             ValueError: an argument is out of its range or not supported, or a prompt does not fit the backbone.
         """
         requests = self._prepare(input_ids, max_new_tokens, attention_mask, generation_config, options)
-        rows = [row for request in requests for row in request.rows(self.backbone, self.known_tokens)]
-        prompts = input_ids.to(self.device).repeat_interleave(len(rows) // len(input_ids), dim=0)
+        groups = [request.rows(self.backbone, self.known_tokens) for request in requests]
+        rows = [row for group in groups for row in group]
+        # Each prompt may be a request of its own, with its own number of answers.
+        answers = torch.tensor(list(map(len, groups)) if len(groups) == len(input_ids) else len(rows) // len(input_ids))
+        prompts = input_ids.to(self.device).repeat_interleave(answers.to(self.device), dim=0)
         if streamer is None:
             stats = self._write(rows, dice(generator, seed, self.device))
         else:

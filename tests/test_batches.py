@@ -129,6 +129,20 @@ def test_rows_may_have_settings_of_their_own() -> None:
         assert answer == alone + [0] * (len(answer) - len(alone))
 
 
+def test_rows_may_want_different_numbers_of_answers() -> None:
+    decoder = MedusaDecoder(tiny_medusa(shared_model("llama"), num_heads=K), TREE)
+    ids = torch.cat([prompt_of(4), prompt_of(4, seed=1)])
+    configs = [GenerationConfig(max_new_tokens=3, num_return_sequences=n, do_sample=True) for n in (1, 2)]
+    for order in (configs, configs[::-1]):
+        result = decoder.generate(ids, generation_config=order, seed=0)
+        prompts = [ids[i].tolist() for i, config in enumerate(order) for _ in range(config.num_return_sequences)]
+        assert result.sequences[:, :4].tolist() == prompts
+    three = [GenerationConfig(max_new_tokens=3, num_return_sequences=n, do_sample=True) for n in (1, 3)]
+    assert decoder.generate(ids, generation_config=three).sequences[:, :4].tolist() == [
+        ids[i].tolist() for i in (0, 1, 1, 1)
+    ]
+
+
 def test_one_configuration_for_each_row() -> None:
     decoder = MedusaDecoder(tiny_medusa(shared_model("llama"), num_heads=K), TREE)
     with pytest.raises(ValueError, match="3 generation configs for 2 rows"):
