@@ -1,7 +1,9 @@
 """Sum up what a bench measured, for people and for machines."""
 
+import json
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -33,11 +35,12 @@ class MethodSummary:
 
 
 def summarise(bench: Bench) -> dict[str, MethodSummary]:
-    """Every method that measured anything, the baseline first."""
+    """Every method that measured anything, the baseline first; prompts that it never came to are left out."""
+    baseline = {_key(m): m.answer for m in bench.measurements if m.method == BASELINE}
     by_method: dict[str, list[Measurement]] = defaultdict(list)
     for measurement in bench.measurements:
-        by_method[measurement.method].append(measurement)
-    baseline = {_key(m): m.answer for m in by_method[BASELINE]}
+        if _key(measurement) in baseline:
+            by_method[measurement.method].append(measurement)
     order = sorted(by_method, key=lambda name: name != BASELINE)
     return {name: _summary(by_method[name], baseline) for name in order}
 
@@ -85,7 +88,7 @@ def _tokens_per_step(answers: list[Answer]) -> float | None:
     return sum(len(answer.tokens) - 1 for answer in answers if answer.steps) / steps if steps else None
 
 
-def as_json(bench: Bench, summaries: dict[str, MethodSummary], facts: dict[str, Any]) -> dict[str, Any]:
+def to_json(bench: Bench, summaries: dict[str, MethodSummary], facts: dict[str, Any]) -> dict[str, Any]:
     """Everything a program could want, single answers' figures included."""
     return {
         **facts,
@@ -154,3 +157,12 @@ def markdown_table(columns: list[str], rows: list[list[str]]) -> str:
     """A table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write_report(directory: Path, bench: Bench, summaries: dict[str, MethodSummary], facts: dict[str, Any]) -> None:
+    """Write bench.json and bench.md."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "bench.json").write_text(json.dumps(to_json(bench, summaries, facts), indent=2) + "\n")
+    said = ", ".join(f"{key} {value}" for key, value in facts.items())
+    tables = [markdown_table(OVERALL_COLUMNS, overall_rows(summaries)), markdown_table(*category_rows(summaries))]
+    (directory / "bench.md").write_text("\n\n".join([*tables, said]) + "\n")

@@ -24,10 +24,10 @@ def read_questions(file: Path, per_category: int | None = None, turns: int | Non
         turns: ask the first so many turns of each.
 
     Raises:
-        ValueError: the file is missing, a row is no question (its line is named), or there is none.
+        ValueError: the file is missing, a row is no question (its line is named), an id stands twice, or there is none.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # texts may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the questions in {file}: {error}") from error
     found: dict[str, list[Question]] = defaultdict(list)
@@ -37,6 +37,11 @@ def read_questions(file: Path, per_category: int | None = None, turns: int | Non
             of_category = found[question.category]
             if per_category is None or len(of_category) < per_category:
                 of_category.append(Question(question.id, question.category, question.turns[:turns]))
+    for category, questions in found.items():
+        ids = [question.id for question in questions]
+        if len(set(ids)) < len(ids):
+            double = next(name for name in ids if ids.count(name) > 1)
+            raise ValueError(f"{file}: id {double!r} stands twice in category {category!r}; give each question its own")
     if not found:
         raise ValueError(f"{file} holds no questions; give JSONL with `turns` or `prompt` in every row")
     return [question for questions in found.values() for question in questions]

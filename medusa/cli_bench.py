@@ -49,12 +49,10 @@ def bench(
     from medusa.inference.bench_summary import (
         OVERALL_COLUMNS,
         category_rows,
-        markdown_table,
         overall_rows,
         summarise,
-    )
-    from medusa.inference.bench_summary import (
-        as_json as to_json,
+        to_json,
+        write_report,
     )
     from medusa.inference.questions import Question, read_questions
     from medusa.inference.sample_prompts import SAMPLE_PROMPTS
@@ -70,7 +68,7 @@ def bench(
     )
     model, tokenizer = load(checkpoint, dtype)
     give_template(tokenizer)
-    decoder, ways = _methods(model, names, draft, compiled)
+    decoder, ways = _methods(model, tokenizer, names, draft, compiled)
     speaker = Speaker(decoder, tokenizer, max_new_tokens, {})
 
     def encode(history: list[tuple[str, str]], text: str) -> Any:
@@ -85,23 +83,20 @@ def bench(
         found = run_bench(ways, asked, encode, decode, max_new_tokens, longest, repeats, advance)
     for name, reason in found.failures.items():
         note(f"{name}: {reason}")
-    if not found.measurements:
-        raise ValueError(f"no prompt has {longest} tokens or fewer; raise --longest")
     summaries = summarise(found)
+    if not summaries:
+        raise ValueError(
+            f"nothing was measured: stopped too early, or no prompt has --longest {longest} tokens or fewer"
+        )
     facts = _facts(model, checkpoint, questions, decoder)
-    columns, rows = category_rows(summaries)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "bench.json").write_text(json.dumps(to_json(found, summaries, facts), indent=2) + "\n")
-        said = ", ".join(f"{key} {value}" for key, value in facts.items())
-        tables = [markdown_table(OVERALL_COLUMNS, overall_rows(summaries)), markdown_table(columns, rows)]
-        (out / "bench.md").write_text("\n\n".join([*tables, said]) + "\n")
+        write_report(out, found, summaries, facts)
     if as_json:
         print(json.dumps(to_json(found, summaries, facts)))
         return
     title = f"{len(asked)} questions, {facts['dtype']}, {max_new_tokens} tokens at most"
     show(False, {}, OVERALL_COLUMNS, overall_rows(summaries), title)
-    show(False, {}, columns, rows, "ratio to generate (tokens per step) by category")
+    show(False, {}, *category_rows(summaries), "ratio to generate (tokens per step) by category")
 
 
 def _names(methods: str, draft: str | None) -> list[str]:
@@ -116,55 +111,59 @@ def _names(methods: str, draft: str | None) -> list[str]:
 
 
 def _methods(
-    model: "MedusaModel", names: list[str], draft: str | None, compiled: bool
+    model: "MedusaModel", tokenizer: Any, names: list[str], draft: str | None, compiled: bool
 ) -> tuple["MedusaDecoder", dict[str, "Method"]]:
     """The methods that were asked for, and the decoder with the tree that is fastest here."""
     from medusa.inference import MedusaDecoder
     from medusa.inference.bench import decoder_method, generate_method
 
-    decoder = MedusaDecoder(model, tree="auto", pack_weights="auto")
-    options: dict[str, dict[str, Any]] = {
+    theirs: dict[str, dict[str, Any]] = {
         "generate": {},
         "prompt-lookup": {"prompt_lookup_num_tokens": 10},
         "static": {"cache_implementation": "static"},
     }
+    fastest = MedusaDecoder(model, tree="auto", pack_weights="auto")
+    ours = _ours(model, tokenizer, names, draft, fastest)
     ways: dict[str, Method] = {}
     for name in names:
-        if name in THEIRS:
-            ways[name] = generate_method(model.model, options[name])
-            continue
-        try:
-            ways[name] = decoder_method(_decoder(name, model, decoder, draft, compiled=False))
+        if name in theirs:
+            ways[name] = generate_method(model.model, theirs[name])
+        elif name in ours:
+            ways[name] = decoder_method(MedusaDecoder(model, **ours[name]))
             if compiled:
-                compiles = _decoder(name, model, decoder, draft, compiled=True)
-                compiles.warm_up()
-                ways[f"{name}, compiled"] = decoder_method(compiles)
-        except ValueError as error:  # such as a dynamic tree where none was searched
-            note(f"{name}: {error}")
-    return decoder, ways
+                decoder = MedusaDecoder(model, **ours[name], compile=True)
+                decoder.warm_up()
+                ways[f"{name}, compiled"] = decoder_method(decoder)
+    return fastest, ways
 
 
-def _decoder(
-    name: str, model: "MedusaModel", fastest: "MedusaDecoder", draft: str | None, compiled: bool
-) -> "MedusaDecoder":
-    """One of OURS; `fastest` is the one with the static tree that is fastest here."""
+def _ours(
+    model: "MedusaModel", tokenizer: Any, names: list[str], draft: str | None, fastest: "MedusaDecoder"
+) -> dict[str, dict[str, Any]]:
+    """What makes a decoder of each of OURS; steps are timed and models loaded once for all."""
     from medusa.inference import DraftModel, DynamicTree, HeadsAndLookup, Lookup, MedusaDecoder, StepSizes
-    from medusa.model import load_backbone
+    from medusa.model import load_backbone, load_tokenizer
 
     packed = fastest.backbone is not model.backbone
-    if name == "heads":
-        return MedusaDecoder(model, tree=fastest.tree, pack_weights=packed, compile=compiled) if compiled else fastest
-    if name == "draft":
+    made: dict[str, dict[str, Any]] = {"heads": {"tree": fastest.tree, "pack_weights": packed}}
+    lookup = Lookup()
+    searched = model.searched_tree is not None and model.searched_tree.paths
+    if searched and not {"dynamic", "lookup", "combined"}.isdisjoint(names):
+        timed = MedusaDecoder(model, tree="dynamic", pack_weights="auto")
+        packed = timed.backbone is not model.backbone
+        assert isinstance(timed.tree, DynamicTree)
+        made["dynamic"] = {"tree": timed.tree, "pack_weights": packed}
+        lookup = Lookup(sizes=StepSizes(timed.tree.sizes, timed.tree.seconds, timed.tree.tokens_per_second))
+        made["combined"] = {"proposer": HeadsAndLookup(model, lookup), "pack_weights": packed}
+    made["lookup"] = {"proposer": lookup, "pack_weights": packed}
+    if draft is not None:
         smaller = load_backbone(draft, model.backbone.lm_weight.dtype)
-        drafting = DraftModel(smaller, num_drafts="auto")
-        return MedusaDecoder(model, pack_weights=packed, compile=compiled, proposer=drafting)
-    timed = MedusaDecoder(model, tree="dynamic", pack_weights=packed or "auto").tree
-    assert isinstance(timed, DynamicTree)
-    if name == "dynamic":
-        return MedusaDecoder(model, tree=timed, pack_weights=packed, compile=compiled)
-    lookup = Lookup(sizes=StepSizes(timed.sizes, timed.seconds, timed.tokens_per_second))
-    proposer = lookup if name == "lookup" else HeadsAndLookup(model, lookup)
-    return MedusaDecoder(model, pack_weights=packed, compile=compiled, proposer=proposer)
+        drafting = DraftModel(smaller, num_drafts="auto", tokenizers=(tokenizer, load_tokenizer(draft)))
+        made["draft"] = {"proposer": drafting, "pack_weights": packed}
+    for name in names:
+        if name in OURS and name not in made:
+            note(f"{name}: left out, since no tree was searched for these heads; `medusa tree CHECKPOINT --data FILE`")
+    return made
 
 
 def _facts(model: "MedusaModel", checkpoint: str, questions: Path | None, decoder: "MedusaDecoder") -> dict[str, Any]:

@@ -120,6 +120,22 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
     assert len(found.measurements) == 3
 
 
+def test_ctrl_c_before_the_baselines_turn() -> None:
+    """On the second question the other method comes first."""
+    calls = 0
+
+    def stopped(prompt: Tensor, new_tokens: int) -> Answer:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # the warm-up and two turns before
+            raise KeyboardInterrupt
+        return Answer([1], [1.0])
+
+    found = bench_of({"generate": stopped, "heads": written(0.5, [1])})
+    assert found.measurements[-1].method == "heads"
+    assert {name: s.prompts for name, s in summarise(found).items()} == {"generate": 2, "heads": 2}
+
+
 def test_long_prompts_are_left_out() -> None:
     assert summarise(bench_of({"generate": written(1.0, [1])}, longest=5))["generate"].prompts == 2
 
@@ -137,6 +153,9 @@ def test_question_files(tmp_path: Path) -> None:
         Question("82", "writing", ("c",)),
         Question("x", "all", ("d",)),
     ]
+    file.write_text('\ufeff{"prompt": "a\u2028b\u0085c"}\n')
+    assert read_questions(file) == [Question("1", "all", ("a\u2028b\u0085c",))]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     assert [q.id for q in read_questions(file, per_category=1)] == ["81", "x"]
     assert read_questions(file, turns=1)[0].turns == ("a",)
 
@@ -150,6 +169,7 @@ def test_question_files(tmp_path: Path) -> None:
         ('{"turns": []}\n', "line 1 holds no question"),
         ('{"turns": [""]}\n', "line 1 holds no question"),
         ("[1]\n", "line 1 holds no question"),
+        ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n', "id '1' stands twice in category 'all'"),
     ],
 )
 def test_foreign_question_files(tmp_path: Path, text: str, message: str) -> None:
