@@ -10,6 +10,8 @@ RECENT = 32
 """Tests and times that the choice of k looks back over."""
 RETRY = 16
 """After so many steps without drafts, some are tried again."""
+PLAIN_STEPS = 3
+"""A plain pass is measured at least so often; the quickest counts."""
 FIRST_TRY = 2
 """Drafts of a step that tries."""
 
@@ -86,9 +88,10 @@ class DraftStats:
 
     def best_k(self, most: int) -> int:
         """How many drafts the next step should have, by what is known before it: 0 to `most`."""
-        if not self.step_seconds[0]:
-            return 0  # what a plain pass takes is measured first
+        plain_steps = self.step_seconds[0]
+        if not plain_steps or (len(plain_steps) < PLAIN_STEPS and len(self.levels) % RETRY == 0):
+            return 0  # what a plain pass takes is measured first, and again, since the first one may compile
         if not self.recent or not any(self.levels[-RETRY:]):
             return min(FIRST_TRY, most)
-        alpha, plain = sum(self.recent) / len(self.recent), median(self.step_seconds[0])
+        alpha, plain = sum(self.recent) / len(self.recent), min(plain_steps)
         return max(range(most + 1), key=lambda k: speedup(alpha, k, *self.costs(k, plain)))

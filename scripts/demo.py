@@ -114,7 +114,8 @@ def distil_answers(
     answered = work / "answers.jsonl"
     distill(backbone, tokenizer, prompts, answered, new_tokens, batch_size=192, recorded=True)
     files = {}
-    rows = {json.loads(line)["id"]: line for line in answered.read_text().splitlines(keepends=True)}
+    with answered.open(encoding="utf-8") as lines:
+        rows = {json.loads(line)["id"]: line for line in lines}
     for name in ("train", "calibration"):
         files[name] = work / f"{name}.jsonl"
         files[name].write_text("".join(rows[row["id"]] for row in splits[name]))

@@ -42,6 +42,13 @@ def test_answers_are_the_models_own(setup, tmp_path: Path) -> None:  # type: ign
         torch.testing.assert_close(states, live, rtol=1e-4, atol=1e-4)
 
 
+def test_answers_may_hold_any_end_of_line(tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    rows = [{"id": "a", "text": "one\u2028two\u0085three"}, {"id": "b", "text": ""}]
+    out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert module.answered_ids(out) == {"a", "b"}
+
+
 def test_interrupted_run_continues_and_heals_a_torn_line(setup, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     backbone, tokenizer, prompts = setup
     found, _ = read_prompts(prompts, tokenizer)

@@ -57,6 +57,14 @@ def test_k_follows_acceptance_and_cost() -> None:
     assert run(accepts=True, draft_seconds=2.0, steps=20).levels[-1] == 0, "too slow to pay"
 
 
+def test_a_plain_pass_that_took_long_once_is_measured_again() -> None:
+    """The first one compiled for 30 s, so that any drafting looked quick beside it."""
+    stats = DraftStats()
+    stats.count_step(0, [0], 0.0, 30.0)
+    run(accepts=False, draft_seconds=0.1, steps=100, stats=stats)
+    assert stats.levels[60:].count(0) > 30
+
+
 def test_drafting_that_does_not_pay_is_tried_again_from_time_to_time() -> None:
     stats = run(accepts=False, draft_seconds=0.1, steps=60)
     tries = [step for step, k in enumerate(stats.levels) if k]

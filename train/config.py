@@ -95,8 +95,9 @@ class OptimizationSection:
 class JointSection:
     """Medusa-2: heads and backbone learn together (Cai et al. 2024, section 2.2.2), after the heads alone.
 
-    The loss is `backbone's + heads_weight * sum over heads k of head_decay ** (k + 1) * head k's`, each a mean over
-    what it counts: the paper numbers heads from 1. Batches, precision and clipping are those of `optimization`.
+    The loss is `backbone's + heads_weight * sum over heads k of head_decay ** (k + 1) * head k's`: the paper numbers
+    heads from 1. The backbone's is a mean over its tokens; a head's is a sum divided by the mean number of pairs of a
+    head, since later heads have fewer. Batches, precision and clipping are those of `optimization`.
     """
 
     method: str = "none"

@@ -170,4 +170,4 @@ def answered_ids(out: Path) -> set[str]:
     complete = text[: text.rfind("\n") + 1]
     if complete != text:
         out.write_text(complete, encoding="utf-8")
-    return {json.loads(line)["id"] for line in complete.splitlines() if line.strip()}
+    return {json.loads(line)["id"] for line in complete.split("\n") if line.strip()}
