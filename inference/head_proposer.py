@@ -10,7 +10,7 @@ from medusa.tree import CandidateTree
 from .dynamic_tree import DynamicLayout, DynamicTree, propose_dynamic
 from .layout import TreeLayout
 from .levels import levels_of, propose_by_level, propose_by_level_and_chance
-from .propose import Candidates, Proposal, propose, propose_by_chance
+from .propose import Candidates, Chance, Proposal, propose, propose_by_chance
 from .proposer import DecodingState
 from .request import Row
 from .walk import Path
@@ -73,25 +73,20 @@ class HeadProposer:
         heads, hidden, root, layout = self.heads, state.hidden, state.root, self.layout
         if isinstance(layout, DynamicLayout):
             return propose_dynamic(heads, hidden, root, layout)
-        chance = torch.tensor([row.do_sample for row in state.rows], device=root.device)
-        by_chance = self.proposal != "top_k" and layout.num_nodes > 1 and bool(chance.any())
-        if not by_chance and heads.config.sequential:
+        sampling = torch.tensor([row.do_sample for row in state.rows], device=root.device)
+        if self.proposal == "top_k" or layout.num_nodes == 1 or not bool(sampling.any()):
+            if not heads.config.sequential:
+                return propose(heads, hidden, root, layout), layout
             tokens, _ = propose_by_level(heads, hidden, root, self.levels, layout.num_nodes)
             return Candidates(tokens), layout
-        if not by_chance:
-            return propose(heads, hidden, root, layout), layout
 
         def warp(logits: Tensor) -> Tensor:
             return draft_scores(state.rows, logits)
 
-        mixed, dice = self.proposal == "mixed", state.generator
-        if heads.config.sequential:
-            candidates = propose_by_level_and_chance(
-                heads, hidden, root, self.levels, layout.num_nodes, self.vocab_size, warp, mixed, chance, dice
-            )
-        else:
-            candidates = propose_by_chance(heads, hidden, root, layout, self.vocab_size, warp, mixed, chance, dice)
-        return candidates, layout
+        chance = Chance(sampling, self.proposal == "mixed", warp, self.vocab_size, state.generator)
+        if not heads.config.sequential:
+            return propose_by_chance(heads, hidden, root, layout, chance), layout
+        return propose_by_level_and_chance(heads, hidden, root, self.levels, layout.num_nodes, chance), layout
 
     def commit(self, paths: list[Path]) -> None:
         """There is nothing to remember."""

@@ -4,7 +4,6 @@ Level d takes the nodes at depth d that have children, and head d guesses what f
 a level that have children, C their children, D hidden, V vocabulary, Vd draft vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from medusa.heads import MedusaHeads
 
 from .layout import TreeLayout
-from .propose import Candidates, Drawn, draw_siblings, drawable, over_vocabulary, perturb
+from .propose import Candidates, Chance, Drawn, draw_siblings, drawable, over_vocabulary, perturb
 
 
 @dataclass(frozen=True)
@@ -91,38 +90,23 @@ def propose_by_level(
 
 
 def propose_by_level_and_chance(
-    heads: MedusaHeads,
-    hidden: Tensor,
-    root: Tensor,
-    levels: list[Level],
-    num_nodes: int,
-    vocab_size: int,
-    warp: Callable[[Tensor], Tensor],
-    mixed: bool,
-    chance: Tensor,
-    generator: torch.Generator | None,
+    heads: MedusaHeads, hidden: Tensor, root: Tensor, levels: list[Level], num_nodes: int, chance: Chance
 ) -> Candidates:
-    """Like `propose_by_level`, but siblings are drawn, behind each parent anew; arguments as there, and:
-
-    Args:
-        vocab_size: V.
-        warp: what is done to the heads' logits [B, W, Vd] before drawing: the temperature, for one.
-        mixed: whether the likeliest tokens come first and only the last sibling is drawn.
-        chance: bool [B]; other rows, which are greedy, take the likeliest tokens.
-        generator: the dice.
-    """
+    """Like `propose_by_level`, but siblings are drawn, behind each parent anew."""
     tokens = root[:, None].repeat(1, num_nodes)
     q_of = torch.zeros(num_nodes, dtype=torch.long, device=root.device)
     qs: list[Tensor] = []
     for depth, level in enumerate(levels):
         # Behind an empty node nothing is accepted, whatever is drawn there.
-        log_q = drawable(warp(level_logits(heads, depth, hidden, tokens.clamp(min=0), level).float()))  # [B, W, Vd]
-        perturbed = perturb(log_q, chance, generator)
+        log_q = drawable(
+            chance.warp(level_logits(heads, depth, hidden, tokens.clamp(min=0), level).float())
+        )  # [B, W, Vd]
+        perturbed = perturb(log_q, chance)
         first = 0
         for i, count in enumerate(level.counts):
             children = level.children[first : first + count]
-            tokens[:, children] = draw_siblings(heads, log_q[:, i], perturbed[:, i], count, mixed)
+            tokens[:, children] = draw_siblings(heads, log_q[:, i], perturbed[:, i], count, chance.mixed)
             first += count
         q_of[level.paths[:, -1]] = torch.arange(len(level.counts), device=root.device) + sum(q.shape[1] for q in qs)
-        qs.append(over_vocabulary(heads, log_q.exp(), vocab_size))
-    return Candidates(tokens, Drawn(torch.cat(qs, dim=1), q_of, mixed))
+        qs.append(over_vocabulary(heads, log_q.exp(), chance.vocab_size))
+    return Candidates(tokens, Drawn(torch.cat(qs, dim=1), q_of, chance.mixed))

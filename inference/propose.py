@@ -65,16 +65,24 @@ def fill(guesses: Tensor, root: Tensor, layout: TreeLayout) -> Candidates:
     return Candidates(torch.where(layout.depths == 0, root[:, None], tokens))
 
 
+@dataclass(frozen=True)
+class Chance:
+    """How siblings are drawn from the heads."""
+
+    rows: Tensor
+    """Bool [B]; other rows, which are greedy, take the likeliest tokens."""
+    mixed: bool
+    """Whether the likeliest tokens come first and only the last sibling is drawn."""
+    warp: Callable[[Tensor], Tensor]
+    """What is done to the heads' logits [B, .., Vd] before drawing: the temperature, for one."""
+    vocab_size: int
+    """V."""
+    generator: torch.Generator | None = None
+    """The dice."""
+
+
 def propose_by_chance(
-    heads: MedusaHeads,
-    hidden: Tensor,
-    root: Tensor,
-    layout: TreeLayout,
-    vocab_size: int,
-    warp: Callable[[Tensor], Tensor],
-    mixed: bool,
-    chance: Tensor,
-    generator: torch.Generator | None,
+    heads: MedusaHeads, hidden: Tensor, root: Tensor, layout: TreeLayout, chance: Chance
 ) -> Candidates:
     """Like `propose`, but siblings are drawn from the heads; a node's rank only says how many siblings it has.
 
@@ -86,23 +94,21 @@ def propose_by_chance(
         hidden: [B, D].
         root: [B].
         layout: one tree for all rows.
-        vocab_size: V.
-        warp: what is done to the heads' logits [B, K, Vd] before drawing: the temperature, for one.
-        mixed: whether the likeliest tokens come first and only the last sibling is drawn.
-        chance: bool [B]; other rows, which are greedy, take the likeliest tokens.
-        generator: the dice.
+        chance: how siblings are drawn.
     """
-    log_q = drawable(warp(heads(hidden, root).transpose(0, 1).float()))  # [B, K, Vd]
-    perturbed = perturb(log_q, chance, generator)
+    log_q = drawable(chance.warp(heads(hidden, root).transpose(0, 1).float()))  # [B, K, Vd]
+    perturbed = perturb(log_q, chance)
     tokens = torch.full((len(root), layout.num_nodes), NO_TOKEN, device=root.device)
     tokens[:, 0] = root
     depths = layout.depths[0].tolist()
     for node, children in enumerate(layout.children[0]):
         if children:
             k = depths[node]
-            tokens[:, children] = draw_siblings(heads, log_q[:, k], perturbed[:, k], len(children), mixed)
+            tokens[:, children] = draw_siblings(heads, log_q[:, k], perturbed[:, k], len(children), chance.mixed)
     # Children of a node at depth k were drawn from head k.
-    return Candidates(tokens, Drawn(over_vocabulary(heads, log_q.exp(), vocab_size), layout.depths[0], mixed))
+    return Candidates(
+        tokens, Drawn(over_vocabulary(heads, log_q.exp(), chance.vocab_size), layout.depths[0], chance.mixed)
+    )
 
 
 def drawable(scores: Tensor) -> Tensor:
@@ -111,14 +117,14 @@ def drawable(scores: Tensor) -> Tensor:
     return log_q.masked_fill(log_q.exp() < torch.finfo(log_q.dtype).tiny, -torch.inf)
 
 
-def perturb(log_q: Tensor, chance: Tensor, generator: torch.Generator | None) -> Tensor:
+def perturb(log_q: Tensor, chance: Chance) -> Tensor:
     """log q [B, .., Vd] + Gumbel noise: the largest is a draw from q, the next ones are draws without replacement.
 
-    Rows without `chance` get no noise. Exponential noise is finer near 0 than uniform noise near 1, whose 24 bits would
+    Greedy rows get no noise. Exponential noise is finer near 0 than uniform noise near 1, whose 24 bits would
     draw tokens with q < 1e-6 too rarely.
     """
-    noise = torch.empty_like(log_q).exponential_(generator=generator).log()
-    return log_q - noise * chance[:, None, None]
+    noise = torch.empty_like(log_q).exponential_(generator=chance.generator).log()
+    return log_q - noise * chance.rows[:, None, None]
 
 
 def draw_siblings(heads: MedusaHeads, log_q: Tensor, perturbed: Tensor, count: int, mixed: bool) -> Tensor:

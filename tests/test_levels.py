@@ -10,6 +10,7 @@ from medusa.heads import MedusaHeads
 from medusa.inference.accept import NO_TOKEN
 from medusa.inference.layout import TreeLayout
 from medusa.inference.levels import levels_of, propose_by_level, propose_by_level_and_chance
+from medusa.inference.propose import Chance
 
 K = 4
 CPU = torch.device("cpu")
@@ -55,18 +56,8 @@ def test_acceptance_is_told_what_each_node_drew_from(mixed: bool) -> None:
     heads, tree = sequential_heads(), random_tree(1, depth=K)
     hidden, root = torch.randn(2, 32, dtype=torch.float64), torch.tensor([42, 7])
     layout = TreeLayout.of(tree, CPU)
-    candidates = propose_by_level_and_chance(
-        heads,
-        hidden,
-        root,
-        levels_of(layout),
-        layout.num_nodes,
-        VOCAB,
-        lambda x: x / 2,
-        mixed,
-        torch.tensor([True, False]),
-        None,
-    )
+    chance = Chance(torch.tensor([True, False]), mixed, lambda x: x / 2, VOCAB)
+    candidates = propose_by_level_and_chance(heads, hidden, root, levels_of(layout), layout.num_nodes, chance)
     assert candidates.drawn is not None
     assert candidates.drawn.mixed is mixed
     for row, tokens in enumerate(candidates.tokens.tolist()):

@@ -13,7 +13,7 @@ from medusa import CandidateTree
 from medusa.heads import MedusaHeads
 from medusa.inference.accept import NO_TOKEN
 from medusa.inference.layout import TreeLayout
-from medusa.inference.propose import Candidates, propose, propose_by_chance
+from medusa.inference.propose import Candidates, Chance, propose, propose_by_chance
 
 K = 4
 CPU = torch.device("cpu")
@@ -77,11 +77,7 @@ def drawn(mixed: bool, warp: Warp = half, rows: int = ROWS) -> tuple[Candidates,
         hidden.expand(rows, -1),
         root.expand(rows),
         TreeLayout.of(TREE, CPU),
-        VOCAB,
-        warp,
-        mixed,
-        torch.ones(rows, dtype=torch.bool),
-        torch.Generator().manual_seed(0),
+        Chance(torch.ones(rows, dtype=torch.bool), mixed, warp, VOCAB, torch.Generator().manual_seed(0)),
     )
     return candidates, q
 
@@ -91,7 +87,7 @@ def test_greedy_rows_of_a_batch_take_the_likeliest(mixed: bool) -> None:
     heads, layout = small_heads(), TreeLayout.of(TREE, CPU)
     hidden, root = torch.randn(40, 32, dtype=torch.float64), torch.full((40,), 5)
     chance = torch.arange(40) % 2 == 0
-    drawn = propose_by_chance(heads, hidden, root, layout, VOCAB, half, mixed, chance, None).tokens
+    drawn = propose_by_chance(heads, hidden, root, layout, Chance(chance, mixed, half, VOCAB)).tokens
     likeliest = propose(heads, hidden, root, layout).tokens
     same = (drawn == likeliest).all(dim=1)
     assert same[~chance].all()
