@@ -4,7 +4,7 @@ import pytest
 
 from medusa.config import MedusaConfig
 from medusa.train import load_config
-from medusa.train.config import save_config
+from medusa.train.config_file import save_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NEEDED = ["backbone.path=m", "data.train=d.jsonl"]

@@ -3,7 +3,8 @@
 if __name__ == "train":
     raise ImportError("import medusa.train: the bare folder would be a second copy of the package")
 
-from .config import TrainConfig, load_config
+from .config import TrainConfig
+from .config_file import load_config
 from .loop import train
 
 __all__ = ["TrainConfig", "load_config", "train"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from medusa.model import MedusaModel, load_backbone
 
 from .adapt import adapt_backbone, learning_parameters
-from .config import as_dict
+from .config_file import as_dict
 from .hidden_states import LiveHiddenStates
 from .metrics import measure
 from .plot import plot_accuracy

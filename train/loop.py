@@ -21,7 +21,8 @@ from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel, load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 
-from .config import TrainConfig, as_dict, save_config
+from .config import TrainConfig
+from .config_file import as_dict, save_config
 from .finish import finish, put_together
 from .heads_stage import start_heads, take_heads_step
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
