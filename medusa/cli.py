@@ -12,6 +12,7 @@ from rich.text import Text
 from .cli_bench import bench
 from .cli_common import Checkpoint, Dtype, Json, fail, load, show
 from .cli_decoding import chat, generate
+from .cli_train import train
 from .cli_verify import verify
 
 app = typer.Typer(
@@ -37,26 +38,14 @@ def train_main() -> None:
     run_or_explain(app)
 
 
-def run_or_explain(command: typer.Typer) -> None:
+def run_or_explain(command_line: typer.Typer) -> None:
     """Run a command line; errors meant for users are shown without a traceback."""
     try:
-        command()
+        command_line()
     except ValueError as error:
         fail(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-@app.command()
-def train(
-    config: Annotated[Path, typer.Option(help="YAML file; see configs/.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None,
-) -> None:
-    """Train heads on a frozen backbone. Same as `accelerate launch -m medusa.train`; the same command resumes."""
-    from medusa.train import load_config
-    from medusa.train import train as run
-
-    run(load_config(config, overrides or []))
 
 
 @app.command()
@@ -236,5 +225,5 @@ def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length
         console.print(text)
 
 
-for decoding_command in (verify, generate, chat, bench):
-    app.command()(decoding_command)
+for command in (train, verify, generate, chat, bench):
+    app.command()(command)

@@ -79,7 +79,7 @@ def distil(
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-                losses.append(float(loss))
+                losses.append(loss.item())
                 advance(1)
     tenth = max(len(losses) // 10, 1)
     print(f"KL {sum(losses[:tenth]) / tenth:.2f} -> {sum(losses[-tenth:]) / tenth:.2f} nats a token")

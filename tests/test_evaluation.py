@@ -8,16 +8,22 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from console import medusa
 from safetensors.torch import load_file
-from training import log, run
+from training import CONFIG, log, run
 
+from medusa import MedusaModel
 from medusa.checkpoint import HEADS_FILE
+from medusa.inference import MedusaDecoder
+from medusa.model import load_tokenizer
+from medusa.train import load_config, train
 from medusa.train import loop as loop_module
 from medusa.train.drift import Original
-from medusa.train.evaluate import Judged, accuracy
+from medusa.train.evaluate import Judged, accuracy, judge_rows
 from medusa.train.hidden_states import LiveHiddenStates
+from medusa.train.rows import load_rows
 from medusa.train.supervision import IGNORE, TrainingRow
-from medusa.tree_search import MISS
+from medusa.tree_search import MISS, search_tree_for_decoding
 
 ACCELERATE = Path(__file__).parent.parent / "configs" / "accelerate"
 
@@ -56,6 +62,41 @@ def test_the_best_heads_are_kept(model_path: Path, data: Path, tmp_path: Path, m
     assert (final / "evaluation.json").exists()
     assert (final / "accuracy.png").exists() or "matplotlib" not in sys.modules
     assert "eval/conditional/head2" in log(tmp_path / "run")[-1]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_tokens_per_step_are_measured_by_the_real_decoder(
+    model_path: Path, data: Path, tmp_path: Path, cached: bool
+) -> None:
+    """The command's figure is that of decoding the saved heads, and the one that heads are compared by."""
+    options = [f"backbone.path={model_path}", f"data.train={data}", f"output.dir={tmp_path / 'run'}"]
+    options += [f"data.eval={data}", "output.eval_every=3", "output.decode_prompts=3", "output.decode_tokens=12"]
+    options += [f"cache.dir={tmp_path / 'cache'}"] * cached
+    medusa("train", "--config", str(CONFIG), *options)
+    lines = [line for line in log(tmp_path / "run") if "eval/decoded_tokens_per_step" in line]
+    assert len(lines) > 1
+    assert all(1 <= line["eval/decoded_tokens_per_step"] <= 4 for line in lines)
+
+    heads = MedusaModel.from_pretrained(tmp_path / "run" / "final")
+    rows, _ = load_rows(data, load_tokenizer(str(model_path)), 2048)
+    judged = judge_rows(heads.heads, rows, LiveHiddenStates(heads.backbone), lambda count: None)
+    tree = search_tree_for_decoding(judged.ranks, judged.targets[:, 0] == IGNORE, 16).best(16)
+    decoder = MedusaDecoder(heads, tree=tree)
+    prompts = [row.input_ids[: next(i for i, label in enumerate(row.labels) if label != IGNORE)] for row in rows[:3]]
+    results = [decoder.generate(torch.tensor([prompt]), max_new_tokens=12).stats for prompt in prompts]
+    expected = sum(one.new_tokens - 1 for one in results) / sum(one.steps for one in results)
+    assert lines[-1]["eval/decoded_tokens_per_step"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_best_heads_are_those_that_decode_best(model_path: Path, data: Path, tmp_path: Path) -> None:
+    """Whatever the prediction says: the figure of the decoder decides."""
+    options = [f"backbone.path={model_path}", f"data.train={data}", f"output.dir={tmp_path / 'run'}"]
+    options += [f"data.eval={data}", "output.eval_every=2", "output.decode_prompts=1", "optimization.max_steps=8"]
+    figures = iter([1.1, 3.0, 1.2, 1.3, 1.25])
+    train(load_config(CONFIG, options), lambda model, tree, prompts, tokens: next(figures))
+    (best,) = (tmp_path / "run" / "states").glob("best-*")
+    assert best.name == "best-00000004"
+    assert (tmp_path / "run" / "best").is_dir()
 
 
 def test_drift_is_what_it_says(model_path: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from medusa.model import DTYPES
 
-MIXED_PRECISION = ("none", "bf16", "fp16")
+MIXED_PRECISION = ("none", "bf16")
 QUANTIZATION = ("none", "8bit", "4bit")
 JOINT_METHODS = ("none", "lora", "full", "last_layers")
 BACKBONE_LOSSES = ("data", "teacher")
@@ -79,7 +79,8 @@ class OptimizationSection:
     shard: bool = False
     """Split backbone, heads and optimizer over the processes in the joint stage (FSDP2), not a copy on each."""
     mixed_precision: str = "none"
-    """none, bf16 or fp16 (YAML reads a bare no as false); the heads' weights are fp32 always."""
+    """none or bf16 (YAML reads a bare no as false); the heads' weights are fp32 always. A GPU without bf16 takes none,
+    and backbone.dtype=float16."""
     seed: int = 0
 
 
@@ -136,7 +137,11 @@ class OutputSection:
     keep: int = 2
     """How many of them are kept."""
     eval_every: int = 500
-    """Steps between measurements on data.eval; the heads with the most predicted tokens per step end up in best/."""
+    """Steps between measurements on data.eval; the heads with the most tokens per step end up in best/."""
+    decode_prompts: int = 0
+    """Of data.eval: answered by the real decoder at each measurement; 0: tokens per step are predicted alone."""
+    decode_tokens: int = 64
+    """Longest of these answers."""
 
 
 @dataclass
@@ -194,6 +199,7 @@ class TrainConfig:
             ("output.save_every", self.output.save_every),
             ("output.keep", self.output.keep),
             ("output.eval_every", self.output.eval_every),
+            ("output.decode_tokens", self.output.decode_tokens),
         ):
             if number < 1:
                 raise ValueError(f"{key} is {number}; it must be at least 1")
@@ -221,6 +227,8 @@ class TrainConfig:
         ):
             if text not in allowed:
                 raise ValueError(f"{key} is {text!r}; allowed: {', '.join(allowed)}")
+        if self.output.decode_prompts < 0:
+            raise ValueError(f"output.decode_prompts is {self.output.decode_prompts}; it must be 0 or more")
         if self.data.recorded and self.cache.dir is not None:
             raise ValueError(
                 f"data.recorded is true and cache.dir is {self.cache.dir!r}: both are hidden states to train from; "

@@ -12,7 +12,7 @@ from torch import Tensor
 from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel
 from medusa.progress import progress_bar
-from medusa.tree_search import MISS, search_tree_for_decoding
+from medusa.tree_search import MISS
 
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
 from .pairs import following, make_batch
@@ -105,12 +105,6 @@ def accuracy(judged: Judged) -> HeadAccuracy:
 
     (top1, after1), (top5, after5), (top10, after10) = shares(1), shares(5), shares(TOP)
     return HeadAccuracy(top1, top5, top10, counts.tolist(), after1, after5, after10)
-
-
-def predicted_tokens_per_step(judged: Judged, nodes: int) -> float:
-    """What decoding is expected to gain: tokens emitted / verify passes with the best tree of `nodes` nodes."""
-    ends = judged.targets[:, 0] == IGNORE
-    return search_tree_for_decoding(judged.ranks, ends, nodes).tokens_per_step(nodes)
 
 
 def judge_file(model: MedusaModel, tokenizer: Any, file: str, max_length: int, recorded: bool) -> Judged:

@@ -1,6 +1,6 @@
 """The end of a run: measure what was trained, and write the checkpoints."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from medusa.model import MedusaModel, load_backbone
@@ -11,7 +11,7 @@ from .hidden_states import LiveHiddenStates
 from .metrics import measure
 from .plot import plot_accuracy
 from .provenance import provenance
-from .run import HeldOut, Run, Stage, load_backbone_parameters
+from .run import Run, Stage, load_backbone_parameters
 from .run_state import BEST, load_newest_state
 from .sharding import whole
 from .tracking import Tracker
@@ -32,7 +32,7 @@ def put_together(run: Run, stage: Stage) -> None:
     stage.backbone = learning_parameters(run.model.model)
     load_backbone_parameters(stage, {"backbone": learned})
     if run.held_out is not None:
-        run.held_out = HeldOut(run.held_out.rows, LiveHiddenStates(run.model.backbone))
+        run.held_out = replace(run.held_out, states=LiveHiddenStates(run.model.backbone))
     run.model.eval()
 
 
@@ -51,7 +51,7 @@ def finish(run: Run, stage: Stage, directory: Path, tracker: Tracker) -> None:
         tracker.log(stage.last_step, measured.metrics())
         columns = ["head", "top-1", "top-5", "top-10", "positions"]
         tracker.show(stage.last_step, columns, found.table(), plot_accuracy(found, directory / "final"))
-    if measured is not None and stage.best > measured.tokens_per_step:
+    if measured is not None and stage.best > measured.best:
         best = load_newest_state(directory / "states", BEST)
         assert best is not None, "the best state is written when it is found"
         run.model.heads.load_state_dict(best["heads"])

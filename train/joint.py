@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from .drift import Original
 from .hidden_states import LiveHiddenStates, padded
 from .loss import HeadLoss, divergence, in_chunks
 from .pairs import HeadBatch, head_targets, root_positions
-from .run import HeldOut, Run, Stage, StepResult, apply_gradients
+from .run import Run, Stage, StepResult, apply_gradients
 from .schedule import Schedule
 from .sharding import shard
 from .supervision import IGNORE, TrainingRow
@@ -96,7 +96,7 @@ def start_joint(run: Run, schedule: Schedule, first_step: int) -> Stage:
         original = Original(run.model.backbone, run.rows if run.held_out is None else run.held_out.rows)
     run.adapter = adapt_backbone(run.model, options)
     if run.held_out is not None:
-        run.held_out = HeldOut(run.held_out.rows, LiveHiddenStates(run.model.backbone))
+        run.held_out = replace(run.held_out, states=LiveHiddenStates(run.model.backbone))
     run.model.heads.requires_grad_(True)
     if run.config.optimization.gradient_checkpointing:
         # Reentrant checkpoints give no gradient behind frozen inputs.

@@ -29,8 +29,8 @@ from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates,
 from .joint import start_joint, take_joint_step
 from .metrics import measure, step_metrics
 from .provenance import provenance
-from .rows import load_rows
-from .run import HeldOut, Run, Stage, StepResult, load_backbone_parameters
+from .rows import load_rows, prompts_of
+from .run import Decode, HeldOut, Run, Stage, StepResult, load_backbone_parameters
 from .run_state import BEST, NEWEST, load_newest_state, save_state
 from .schedule import Schedule
 from .sharding import gathered, load_optimizer_state, optimizer_state, whole
@@ -43,8 +43,12 @@ NON_FINITE_LIMIT = 5
 """Stop after so many steps in a row whose loss is not finite."""
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, decode: Decode | None = None) -> Path:
     """Run a configuration to its end, continuing where an earlier run of the same directory stopped.
+
+    Args:
+        config: what to do.
+        decode: the decoder that measures tokens per step, where `output.decode_prompts` asks for that.
 
     Returns:
         Directory of the final checkpoint.
@@ -54,7 +58,7 @@ def train(config: TrainConfig) -> Path:
         SystemExit: with status 0, on SIGTERM, after the state was saved.
     """
     directory = Path(config.output.dir)
-    run = prepare(config)
+    run = prepare(config, decode)
     stored = load_newest_state(directory / "states")
     step = 0 if stored is None else restore(run, stored)
     tracker = open_tracker(run, step, stored)
@@ -121,7 +125,7 @@ def non_finite_message(config: TrainConfig, stage: Stage, result: StepResult) ->
     )
 
 
-def prepare(config: TrainConfig) -> Run:
+def prepare(config: TrainConfig, decode: Decode | None) -> Run:
     """Load data and backbone, and put fresh heads on it: in fp32, whatever the backbone is."""
     options = config.optimization
     precision = "no" if options.mixed_precision == "none" else options.mixed_precision
@@ -139,11 +143,15 @@ def prepare(config: TrainConfig) -> Run:
         init_heads(model.heads, Path(config.heads.init_from))
     states = hidden_states(config, config.data.train, model.backbone, rows, accelerator)
     held_out = None
+    decodes = decode is not None and config.output.decode_prompts > 0
     if config.data.eval is not None:
         eval_rows, _ = load_rows(config.data.eval, tokenizer, config.data.max_length)
         held_out = HeldOut(eval_rows, hidden_states(config, config.data.eval, model.backbone, eval_rows, accelerator))
+        if decode is not None and config.output.decode_prompts > 0:
+            prompts, tokens = prompts_of(eval_rows[: config.output.decode_prompts]), config.output.decode_tokens
+            held_out.decode = lambda model, tree: decode(model, tree, prompts, tokens)
     dtype = model.backbone.lm_weight.dtype
-    if isinstance(states, RecordedHiddenStates) and config.joint.method == "none":
+    if isinstance(states, RecordedHiddenStates) and config.joint.method == "none" and not decodes:
         model.backbone.decoder.to("meta")  # the heads learn without it; LM head and embedding are held elsewhere
     return Run(config, accelerator, model, tokenizer, rows, states, held_out, dtype)
 
@@ -224,8 +232,8 @@ def evaluate(run: Run, stage: Stage, step: int, tracker: Tracker) -> None:
     with gathered(stage.loss):
         measured = measure(run.model, run.held_out)
     tracker.log(step, measured.metrics())
-    if measured.tokens_per_step > stage.best:
-        stage.best = measured.tokens_per_step
+    if measured.best > stage.best:
+        stage.best = measured.best
         save(run, stage, step, tracker.run_id, BEST)
 
 

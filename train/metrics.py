@@ -8,15 +8,17 @@ import torch
 
 from medusa.model import MedusaModel
 from medusa.progress import progress_bar
+from medusa.tree_search import search_tree_for_decoding
 
-from .evaluate import HeadAccuracy, accuracy, judge, judge_rows, predicted_tokens_per_step
+from .evaluate import HeadAccuracy, accuracy, judge, judge_rows
 from .pairs import HeadBatch
 from .run import HeldOut, Run, Stage, StepResult
+from .supervision import IGNORE
 
 LOGGED_POSITIONS = 512
 """Accuracy in the log is measured on so many positions of the step at most."""
 TREE_NODES = 16
-"""Size of the tree for which tokens per step are predicted."""
+"""Size of the tree for which tokens per step are predicted and measured."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,34 @@ class Measured:
     accuracy: HeadAccuracy
     tokens_per_step: float
     """Predicted for the best tree of TREE_NODES nodes: tokens emitted / verify passes, roots included."""
+    decoded: float | None
+    """The same, measured by decoding held-out prompts with that tree; None where nothing decodes."""
+
+    @property
+    def best(self) -> float:
+        """What heads are compared by: the measured figure where there is one."""
+        return self.tokens_per_step if self.decoded is None else self.decoded
 
     def metrics(self) -> dict[str, float]:
         """For the log."""
         found = self.accuracy
         named = {"top1": found.top1, "top5": found.top5, "top10": found.top10, "conditional": found.conditional_top1}
         shares = {f"eval/{name}/head{k}": share for name, values in named.items() for k, share in enumerate(values)}
-        return shares | {"eval/tokens_per_step": round(self.tokens_per_step, 4)}
+        found_steps = {"eval/tokens_per_step": round(self.tokens_per_step, 4)}
+        if self.decoded is not None:
+            found_steps["eval/decoded_tokens_per_step"] = round(self.decoded, 4)
+        return shares | found_steps
 
 
 def measure(model: MedusaModel, held_out: HeldOut) -> Measured:
-    """Judge the heads on held-out rows, and find the best tree for them."""
+    """Judge the heads on held-out rows, find the best tree for them, and decode with it if that is asked for."""
     with progress_bar("evaluating", len(held_out.rows)) as advance:
         judged = judge_rows(model.heads, held_out.rows, held_out.states, advance)
-    return Measured(accuracy(judged), predicted_tokens_per_step(judged, TREE_NODES))
+    searched = search_tree_for_decoding(judged.ranks, judged.targets[:, 0] == IGNORE, TREE_NODES)
+    decoded = None
+    if held_out.decode is not None:
+        decoded = held_out.decode(model, searched.best(TREE_NODES))
+    return Measured(accuracy(judged), searched.tokens_per_step(TREE_NODES), decoded)
 
 
 def memory_gigabytes() -> float:

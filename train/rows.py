@@ -39,6 +39,11 @@ def load_rows(file: str | Path, tokenizer: Any, max_length: int) -> tuple[list[T
     return rows, report
 
 
+def prompts_of(rows: list[TrainingRow]) -> list[list[int]]:
+    """What stands before the first answer of each row."""
+    return [row.input_ids[: next(i for i, label in enumerate(row.labels) if label != IGNORE)] for row in rows]
+
+
 def row_id(row: dict[str, Any]) -> str:
     """The row's own id, or a hash of what it holds."""
     if "id" in row:

@@ -1,7 +1,7 @@
 """What a training run consists of, and how a step ends. K heads."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from medusa.model import MedusaModel
+from medusa.tree import CandidateTree
 
 from .config import TrainConfig
 from .drift import Original
@@ -20,6 +21,10 @@ from .schedule import Schedule
 from .sharding import split_like, whole
 from .supervision import TrainingRow
 
+Decode = Callable[[MedusaModel, CandidateTree, list[list[int]], int], float]
+"""Answers prompts (token ids) with a tree by at most so many tokens, and returns the tokens per step that it measured.
+Training is given it, since it does not know the decoder."""
+
 
 @dataclass
 class HeldOut:
@@ -27,6 +32,8 @@ class HeldOut:
 
     rows: list[TrainingRow]
     states: HiddenStates
+    decode: Callable[[MedusaModel, CandidateTree], float] | None = None
+    """Measures tokens per step on the rows' prompts; None: that is not asked for."""
 
 
 @dataclass
