@@ -48,7 +48,8 @@ def wilson(hits: float, count: float) -> tuple[float, float]:
 
 def one_hot_ranks(ranks: Tensor, num_guesses: int) -> Tensor:
     """What is accepted at temperature 0: 1 for the guess that was right, [P, K] -> [P, K, G]."""
-    return F.one_hot(ranks.clamp(min=-1) + 1, num_guesses + 1)[..., 1:].double()
+    missed = (ranks < 0) | (ranks >= num_guesses)
+    return F.one_hot(ranks.masked_fill(missed, -1) + 1, num_guesses + 1)[..., 1:].double()
 
 
 def count_hit_rates(ranks: Tensor, acceptance: Tensor, temperature: float) -> HitRates:

@@ -54,7 +54,7 @@ class SearchedTree:
         """What `tokens_per_step` may be off by to either side, with 95% probability, as if steps were independent."""
         nodes = list(zip(self.paths, self.gains, strict=True))[: max(num_nodes - 1, 0)]
         mean = sum(gain for _, gain in nodes)
-        # A step that accepts d guesses accepts one node of each depth 1..d, and 1 + 3 + ... + (2d-1) is the square of d.
+        # A step that accepts d guesses accepts one node of each depth 1..d, and 1 + 3 + ... + (2d-1) is d squared.
         square = sum(gain * (2 * len(path) - 1) for path, gain in nodes)
         return CERTAINTY * math.sqrt(max(square - mean**2, 0.0) / max(self.positions, 1))
 
@@ -145,6 +145,26 @@ def search_tree(ranks: Tensor, max_nodes: int, acceptance: Tensor | None = None)
         paths.append(path)
         gains.append(gain)
     return SearchedTree(tuple(paths), tuple(gains), len(ranks))
+
+
+def rate_tree(tree: CandidateTree, ranks: Tensor, ends: Tensor, acceptance: Tensor | None = None) -> SearchedTree:
+    """The nodes of a given tree, the most accepted first, counted where decoding with it takes a step.
+
+    Arguments as for `search_tree_for_decoding`. Nodes that were never reached have a gain of 0.
+    """
+    visited = visited_positions(ranks, ends, tree)
+    ranks = ranks[visited]
+    acceptance = one_hot_ranks(ranks, tree.top_k) if acceptance is None else acceptance[visited]
+    gains: dict[Path, float] = {(): 1.0}
+    there: dict[Path, Tensor] = {(): torch.arange(len(ranks))}
+    for path in tree.paths:
+        reached, head, rank = there[path[:-1]], len(path) - 1, path[-1]
+        seen = len(reached) > 0 and rank < acceptance.shape[2]
+        rate = float(acceptance[reached, head, rank].mean(dtype=torch.float64)) if seen else 0.0
+        gains[path] = round(gains[path[:-1]] * rate, DIGITS)
+        there[path] = reached[ranks[reached, head] == rank]
+    ordered = sorted(tree.paths, key=lambda path: (-gains[path], len(path), path))
+    return SearchedTree(tuple(ordered), tuple(gains[path] for path in ordered), len(ranks))
 
 
 def visited_positions(ranks: Tensor, ends: Tensor, tree: CandidateTree) -> Tensor:

@@ -86,9 +86,7 @@ class Judged(NamedTuple):
         )
 
 
-def judge(
-    heads: MedusaHeads, hidden: Tensor, root: Tensor, targets: Tensor, target: Target | None = None
-) -> Judged:
+def judge(heads: MedusaHeads, hidden: Tensor, root: Tensor, targets: Tensor, target: Target | None = None) -> Judged:
     """Compare each head's first TOP guesses with what came: hidden [P, D], root [P], targets [P, K].
 
     With `target`, also ask how probable the backbone finds them; then the positions must be whole answers.
