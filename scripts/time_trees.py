@@ -1,6 +1,6 @@
 """The tree of the search against trees grown in every step, of one size and of a size chosen per step.
 
-Usage: python scripts/compare_trees.py CHECKPOINT [--prompts N] [--new-tokens N] [--dtype D] [--pack-weights]
+Usage: python scripts/time_trees.py CHECKPOINT [--prompts N] [--new-tokens N] [--dtype D] [--pack-weights]
        [--nodes N] [--prompt-file FILE]
 FILE is JSONL with `prompt` or `turns` (the first is asked). Prompts are decoded in turns, greedily. Prints a table and
 one line of JSON. Tokens per step = tokens emitted by verify passes / verify passes, roots included.
