@@ -24,8 +24,9 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Predict tokens per step of trees on text that the backbone wrote, without decoding it again."""
-    from .simulation import simulate as run
     from medusa.train.evaluate import judge_file
+
+    from .simulation import simulate as run
 
     model, tokenizer = load(checkpoint, dtype)
     trees = _trees(model.searched_tree, nodes, choices or [], model.config.num_heads)

@@ -10,8 +10,9 @@ from rich.tree import Tree
 from .cli_common import Checkpoint, Data, Dtype, Json, MaxLength, Recorded, load, note, show
 
 if TYPE_CHECKING:
-    from .hit_rates import HitRates
     from medusa.train.evaluate import Judged
+
+    from .hit_rates import HitRates
     from .tree_search import SearchedTree
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -42,9 +43,10 @@ def tree(
     as_json: Json = False,
 ) -> None:
     """Search the best tree of every size for these heads and save it in the checkpoint."""
+    from medusa.train.evaluate import judge_file
+
     from .choices import read_choices, write_choices
     from .hit_rates import save_hit_rates
-    from medusa.train.evaluate import judge_file
     from .tree_picture import draw_tree
 
     if not Path(checkpoint).is_dir():

@@ -24,7 +24,11 @@ def prompts_of(file: Path, checkpoint: str) -> list[list[int]]:
 
 
 def write_answers(
-    model: MedusaModel, tree: CandidateTree, prompts: list[list[int]], new_tokens: int, temperature: float, seed: int = 0
+    model: MedusaModel,
+    tree: CandidateTree,
+    prompts: list[list[int]],
+    new_tokens: int,
+    temperature: float,
 ) -> tuple[list[TrainingRow], float]:
     """Answer prompts with a tree: rows, and tokens emitted by verify passes / verify passes, roots included.
 
@@ -32,7 +36,7 @@ def write_answers(
     """
     decoder = MedusaDecoder(model, tree=tree, proposal="top_k")
     options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    dice = torch.Generator(decoder.device).manual_seed(seed)
+    dice = torch.Generator(decoder.device).manual_seed(0)
     rows: list[TrainingRow] = []
     tokens = steps = 0
     with progress_bar(f"decoding with {tree.num_nodes} nodes", len(prompts)) as advance:

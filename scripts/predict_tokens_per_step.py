@@ -1,8 +1,8 @@
 """Tokens per step of trees nobody calibrated on: predicted without the backbone, and measured with the real decoder.
 
 Usage: python scripts/predict_tokens_per_step.py CHECKPOINT --data FILE [--prompts N] [--new-tokens N] [--dtype D]
-FILE holds held-out chats, of which the prompts are used. `replayed` simulates each tree on the answers that the backbone
-gave, from hidden states and heads alone. `calibrated` is what the answers to the other half of the prompts promise.
+FILE holds held-out chats, of which the prompts are used. `replayed` simulates each tree on the backbone's answers, from
+hidden states and heads alone. `calibrated` is what the answers to the other half of the prompts promise.
 Tokens per step = tokens emitted by verify passes / verify passes, roots included. Prints a table and one line of JSON.
 """
 
