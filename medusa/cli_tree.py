@@ -89,7 +89,7 @@ def _search(
 
     limited = judged.limited(depth, branching)
     acceptance = None if layer is None else limited.acceptance[:, layer]
-    return search_tree_for_decoding(limited.ranks, limited.ends, nodes, acceptance=acceptance)
+    return search_tree_for_decoding(limited.ranks, limited.ends, nodes, limited.log_confidence, acceptance)
 
 
 def _rate(judged: "Judged", layer: int | None, imported: Any) -> "SearchedTree":

@@ -6,6 +6,7 @@ P positions of held-out text, K heads, G guesses each.
 import heapq
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path as FilePath
 
@@ -62,8 +63,9 @@ class SearchedTree:
         """Without the nodes that too few steps speak for; the same tree where there were `FEW_STEPS` or more."""
         if self.positions >= FEW_STEPS:
             return self
-        sure = sum(gain * self.positions >= SURE_HITS - 0.5 for gain in self.gains)
-        return replace(self, paths=self.paths[:sure], gains=self.gains[:sure])
+        nodes = zip(self.paths, self.gains, strict=True)
+        sure = [(path, gain) for path, gain in nodes if gain * self.positions >= SURE_HITS - 0.5]
+        return replace(self, paths=tuple(path for path, _ in sure), gains=tuple(gain for _, gain in sure))
 
     def save(self, directory: FilePath) -> None:
         """Write the tree beside the heads."""
@@ -147,24 +149,36 @@ def search_tree(ranks: Tensor, max_nodes: int, acceptance: Tensor | None = None)
     return SearchedTree(tuple(paths), tuple(gains), len(ranks))
 
 
-def rate_tree(tree: CandidateTree, ranks: Tensor, ends: Tensor, acceptance: Tensor | None = None) -> SearchedTree:
-    """The nodes of a given tree, the most accepted first, counted where decoding with it takes a step.
+def count_gains(paths: Sequence[Path], ranks: Tensor, acceptance: Tensor | None = None) -> tuple[float, ...]:
+    """How probably the whole path to each node is accepted; 0 where its parent was never reached.
 
-    Arguments as for `search_tree_for_decoding`. Nodes that were never reached have a gain of 0.
+    Args:
+        paths: parents first.
+        ranks: as for `search_tree`.
+        acceptance: as for `search_tree`.
     """
-    visited = visited_positions(ranks, ends, tree)
-    ranks = ranks[visited]
-    acceptance = one_hot_ranks(ranks, tree.top_k) if acceptance is None else acceptance[visited]
+    if acceptance is None:
+        acceptance = one_hot_ranks(ranks, 1 + max((path[-1] for path in paths), default=0))
     gains: dict[Path, float] = {(): 1.0}
     there: dict[Path, Tensor] = {(): torch.arange(len(ranks))}
-    for path in tree.paths:
+    for path in paths:
         reached, head, rank = there[path[:-1]], len(path) - 1, path[-1]
         seen = len(reached) > 0 and rank < acceptance.shape[2]
         rate = float(acceptance[reached, head, rank].mean(dtype=torch.float64)) if seen else 0.0
         gains[path] = round(gains[path[:-1]] * rate, DIGITS)
         there[path] = reached[ranks[reached, head] == rank]
-    ordered = sorted(tree.paths, key=lambda path: (-gains[path], len(path), path))
-    return SearchedTree(tuple(ordered), tuple(gains[path] for path in ordered), len(ranks))
+    return tuple(gains[path] for path in paths)
+
+
+def rate_tree(tree: CandidateTree, ranks: Tensor, ends: Tensor, acceptance: Tensor | None = None) -> SearchedTree:
+    """The nodes of a given tree, the most accepted first, counted where decoding with it takes a step.
+
+    Arguments as for `search_tree_for_decoding`.
+    """
+    visited = visited_positions(ranks, ends, tree)
+    gains = count_gains(tree.paths, ranks[visited], _at(visited, acceptance))
+    ordered = sorted(zip(gains, tree.paths, strict=True), key=lambda node: (-node[0], len(node[1]), node[1]))
+    return SearchedTree(tuple(path for _, path in ordered), tuple(gain for gain, _ in ordered), int(visited.sum()))
 
 
 def visited_positions(ranks: Tensor, ends: Tensor, tree: CandidateTree) -> Tensor:
@@ -189,21 +203,28 @@ def search_tree_for_decoding(
 
     Steps fall on hard positions more often than on easy ones, which an accepted path skips; counted over all
     positions, a tree would promise more tokens per step than it gives. The positions depend on the tree and the tree
-    on them, so both are found in turn, for trees of `TYPICAL_NODES` nodes. Where the log-probabilities of the guesses
-    are given, [P, K, G], their calibration at these positions is found as well.
+    on them, so both are found in turn, for trees of `TYPICAL_NODES` nodes.
+
+    Where the log-probabilities of the guesses are given, [P, K, G], they are calibrated at these positions, and nodes
+    are chosen by the mean of what they say instead of by counts. Deep nodes are right a few times in a thousand steps:
+    counts choose those that were lucky, confidence is known in every step. What nodes gain is counted all the same.
     """
-    visited = ~ends
-    searched = search_tree(ranks[visited], max_nodes, _at(visited, acceptance))
+
+    def search(visited: Tensor) -> SearchedTree:
+        counted, accepted = ranks[visited], _at(visited, acceptance)
+        if log_confidence is None:
+            return search_tree(counted, max_nodes, accepted)
+        calibration = fit_calibration(log_confidence[visited], counted)
+        found = search_tree(counted, max_nodes, calibration.hits(log_confidence[visited]))
+        return replace(found, gains=count_gains(found.paths, counted, accepted), calibration=calibration)
+
+    searched = search(~ends)
     for _ in range(ROUNDS):
         tree = searched.best(TYPICAL_NODES)
-        visited = visited_positions(ranks, ends, tree)
-        searched = search_tree(ranks[visited], max_nodes, _at(visited, acceptance))
+        searched = search(visited_positions(ranks, ends, tree))
         if searched.best(TYPICAL_NODES) == tree:
             break
-    if log_confidence is None:
-        return searched
-    visited = visited_positions(ranks, ends, searched.best(TYPICAL_NODES))
-    return replace(searched, calibration=fit_calibration(log_confidence[visited], ranks[visited]))
+    return searched
 
 
 def _at(positions: Tensor, acceptance: Tensor | None) -> Tensor | None:

@@ -73,15 +73,17 @@ class Judged(NamedTuple):
     def limited(self, max_depth: int | None, max_branching: int | None) -> "Judged":
         """What a tree sees that uses so many heads and so many guesses of each; None: all."""
         ranks, acceptance = self.ranks.clone(), self.acceptance[..., :max_branching].clone()
+        log_confidence = self.log_confidence[..., :max_branching].clone()
         if max_branching is not None:
             ranks[ranks >= max_branching] = MISS
         if max_depth is not None:
             ranks[:, max_depth:] = MISS
             acceptance[:, :, max_depth:] = 0
+            log_confidence[:, max_depth:] = -torch.inf
         return self._replace(
             ranks=ranks,
             acceptance=acceptance,
-            log_confidence=self.log_confidence[..., :max_branching],
+            log_confidence=log_confidence,
             guesses=self.guesses[..., :max_branching],
         )
 
