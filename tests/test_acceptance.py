@@ -7,7 +7,7 @@ from chatml import save_tiny_chat_model
 from medusa import MedusaConfig, MedusaModel
 from medusa.model import load_backbone
 from medusa.train.acceptance import Target
-from medusa.train.evaluate import TOP, judge_rows
+from medusa.train.evaluate import GUESSES, judge_rows
 from medusa.train.hidden_states import LiveHiddenStates
 from medusa.train.supervision import IGNORE, TrainingRow
 from medusa.tree_search import MISS
@@ -36,7 +36,7 @@ def test_they_are_the_backbones_behind_the_text(
     target = Target(model.backbone, (0.7, 1.5))
     states = LiveHiddenStates(model.backbone)
     judged = judge_rows(model.heads, rows, states, lambda count: None, target)
-    assert judged.acceptance.shape == (16, 2, 3, TOP)
+    assert judged.acceptance.shape == (16, 2, 3, GUESSES)
     place = seen = 0
     for i, text in enumerate(ids):
         for root in starts[i]:
