@@ -12,6 +12,7 @@ from rich.text import Text
 from .cli_bench import bench
 from .cli_common import Checkpoint, Data, Dtype, Json, MaxLength, Recorded, fail, load, show
 from .cli_decoding import chat, generate
+from .cli_push import push
 from .cli_simulate import simulate
 from .cli_train import train
 from .cli_tree import tree
@@ -190,5 +191,5 @@ def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length
         console.print(text)
 
 
-for command in (train, tree, simulate, verify, generate, chat, bench):
+for command in (train, tree, simulate, verify, generate, chat, bench, push):
     app.command()(command)

@@ -55,8 +55,7 @@ def load(checkpoint: str, dtype: str) -> tuple["MedusaModel", Any]:
     directory = local_directory(checkpoint)
     model = MedusaModel.from_pretrained(directory, dtype=dtype)
     has_tokenizer = (directory / "tokenizer_config.json").exists()
-    config = model.model.config
-    return model, load_tokenizer(str(directory) if has_tokenizer else config._name_or_path, config)
+    return model, load_tokenizer(str(directory) if has_tokenizer else model.model.config._name_or_path)
 
 
 def make_decoder(

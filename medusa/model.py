@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,6 +11,7 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -37,6 +40,15 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class HeadsConfig(PreTrainedConfig):
+    """The config.json beside heads, for transformers: it looks there first when it loads the tokenizer beside them."""
+
+    model_type = "medusa"
+
+
+AutoConfig.register("medusa", HeadsConfig, exist_ok=True)  # a serving engine in the same process has its own
 
 
 class Tokenizer(Protocol):
@@ -167,7 +179,7 @@ class MedusaModel(nn.Module):
             ValueError: the heads hold values that are not finite, or do not read back as written.
         """
         facts = {
-            "base_model_name_or_path": self.model.config._name_or_path,
+            "base_model_name_or_path": found_from_everywhere(self.model.config._name_or_path),
             "hidden_size": self.backbone.hidden_size,
             "vocab_size": self.backbone.vocab_size,
             "backbone_fingerprint": fingerprint(self.backbone.lm_weight),
@@ -192,6 +204,28 @@ class MedusaModel(nn.Module):
                 self.model.save_pretrained(str(work / BACKBONE_FOLDER))
                 if tokenizer is not None:
                     tokenizer.save_pretrained(str(work / BACKBONE_FOLDER))
+
+    def push_to_hub(
+        self, repository: str, tokenizer: Tokenizer | None = None, private: bool = False, license_: str | None = None
+    ) -> str:
+        """Save the heads and upload them, with a model card; see `medusa.hub` for what else goes there.
+
+        Returns:
+            Address of the repository.
+
+        Raises:
+            ValueError: the heads cannot be saved, or the hub refuses.
+        """
+        from .hub import push
+
+        with tempfile.TemporaryDirectory() as work:
+            self.save_pretrained(Path(work) / "heads", tokenizer)
+            return push(Path(work) / "heads", repository, private, license_)
+
+
+def found_from_everywhere(name_or_path: str) -> str:
+    """A hub id as it is, a directory by its absolute path."""
+    return os.path.abspath(name_or_path) if Path(name_or_path).is_dir() else name_or_path
 
 
 def local_directory(path_or_hub_id: str | Path) -> Path:
@@ -272,18 +306,14 @@ def fold_adapter(backbone: PreTrainedModel, directory: Path) -> PreTrainedModel:
     return merged
 
 
-def load_tokenizer(name_or_path: str, config: PreTrainedConfig | None = None) -> Any:
+def load_tokenizer(name_or_path: str) -> Any:
     """Load a tokenizer from a directory or the hub.
-
-    Args:
-        name_or_path: where from.
-        config: the backbone's; beside heads lies a configuration of theirs, which transformers would warn of.
 
     Raises:
         ValueError: it is not there.
     """
     try:
-        return AutoTokenizer.from_pretrained(name_or_path, config=config)
+        return AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the tokenizer of {name_or_path!r}: {error}") from error
 

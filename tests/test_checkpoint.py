@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chatml import byte_tokenizer, save_tiny_chat_model
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, prompt_of, tiny_medusa, tiny_model
 from torch import Tensor
@@ -285,6 +288,31 @@ def test_relative_path_and_missing_parents(
     monkeypatch.chdir(tmp_path)
     tiny_medusa(backbone, num_heads=1).save_pretrained("out/run 1/heads")
     MedusaModel.from_pretrained("out/run 1/heads")
+
+
+def test_a_backbone_of_a_relative_path_is_found_from_elsewhere(
+    backbone: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone.save_pretrained(tmp_path / "own" / "model")
+    monkeypatch.chdir(tmp_path / "own")
+    loaded = AutoModelForCausalLM.from_pretrained("model", dtype="auto").eval()
+    tiny_medusa(loaded, num_heads=2).save_pretrained("heads")
+    monkeypatch.chdir(tmp_path)
+    assert len(MedusaModel.from_pretrained("own/heads").heads) == 2
+
+
+def test_the_tokenizer_beside_heads_loads_without_a_warning(tmp_path: Path) -> None:
+    """In a fresh process, since transformers says it once."""
+    backbone = AutoModelForCausalLM.from_pretrained(save_tiny_chat_model(tmp_path / "model")).eval()
+    tiny_medusa(backbone, num_heads=1).save_pretrained(tmp_path / "heads", byte_tokenizer())
+    code = (
+        "import sys; from transformers import AutoTokenizer; from medusa import MedusaModel; "
+        "AutoTokenizer.from_pretrained(sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "heads")], capture_output=True, text=True, check=True
+    )
+    assert "model of type" not in done.stderr
 
 
 def test_atomic_directory_can_be_read_by_others(tmp_path: Path) -> None:

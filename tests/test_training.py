@@ -20,6 +20,7 @@ from medusa.checkpoint import HEADS_FILE
 from medusa.train import heads_stage as heads_module
 from medusa.train import loop as loop_module
 from medusa.train import run as run_module
+from medusa.train.run_state import STATE_FILE
 
 
 def weights(final: Path) -> dict[str, torch.Tensor]:
@@ -126,6 +127,19 @@ def test_resuming_with_other_settings_is_refused(model_path: Path, data: Path, t
         run(model_path, data, tmp_path / "run", "optimization.max_steps=2", "optimization.learning_rate=0.5")
 
 
+def test_a_run_of_an_older_version_goes_on(model_path: Path, data: Path, tmp_path: Path) -> None:
+    """Its state does not know the options that came later."""
+    out = tmp_path / "run"
+    run(model_path, data, out)
+    (state,) = sorted(out.glob("states/step-*"))[-1:]
+    stored = torch.load(state / STATE_FILE, weights_only=True)
+    del stored["config"]["joint"], stored["config"]["optimization"]["compile"]
+    torch.save(stored, state / STATE_FILE)
+    run(model_path, data, out)
+    with pytest.raises(ValueError, match="other settings in joint"):
+        run(model_path, data, out, "joint.method=lora")
+
+
 def test_accumulation_and_batch_size_are_the_same_thing(model_path: Path, data: Path, tmp_path: Path) -> None:
     """Rows have different numbers of pairs, so a mean of means would differ."""
     whole = weights(run(model_path, data, tmp_path / "a", "optimization.batch_size=4"))
@@ -149,6 +163,14 @@ def test_two_processes_equal_one(model_path: Path, data: Path, tmp_path: Path) -
         assert torch.isfinite(two[name].float()).all()
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-6)
     assert len(log(tmp_path / "two")) == len(log(tmp_path / "one"))
+
+
+def test_a_compiled_loss_is_the_same_loss(model_path: Path, data: Path, tmp_path: Path) -> None:
+    options = ("optimization.max_steps=3", "output.log_every=1")
+    run(model_path, data, tmp_path / "eager", *options)
+    run(model_path, data, tmp_path / "compiled", *options, "optimization.compile=true")
+    for eager, compiled in zip(log(tmp_path / "eager"), log(tmp_path / "compiled"), strict=True):
+        assert compiled == pytest.approx(eager, rel=1e-4)
 
 
 def test_loss_that_stays_infinite_stops_with_the_rows(

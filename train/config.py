@@ -78,6 +78,8 @@ class OptimizationSection:
     """Compute the backbone's layers again in the backward pass of the joint stage, to save memory."""
     shard: bool = False
     """Split backbone, heads and optimizer over the processes in the joint stage (FSDP2), not a copy on each."""
+    compile: bool = False
+    """Compile the heads' loss in the stage with a frozen backbone; the first steps take a minute longer."""
     mixed_precision: str = "none"
     """none or bf16 (YAML reads a bare no as false); the heads' weights are fp32 always. A GPU without bf16 takes none,
     and backbone.dtype=float16."""

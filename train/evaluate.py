@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from medusa.checkpoint import EVALUATION_FILE
 from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel
 from medusa.progress import progress_bar
@@ -23,7 +24,6 @@ from .supervision import IGNORE, TrainingRow
 GUESSES = 32
 """Of each head. Wide trees use more than ten: a first head's 20th is right more often than most deep nodes."""
 BATCH_SIZE = 8
-EVALUATION_FILE = "evaluation.json"
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ def start_heads(run: Run, schedule: Schedule) -> Stage:
         options.label_smoothing,
         (backbone.lm_weight, backbone.lm_bias),
     )
+    # Dynamic: every step has another number of positions.
+    compiled = torch.compile(loss, dynamic=True) if options.compile else loss
     group = {"params": list(run.model.heads.parameters()), "lr": 0.0, "peak": options.learning_rate}
     optimizer = torch.optim.AdamW([group], weight_decay=options.weight_decay)
-    return Stage("heads", schedule, 0, run.accelerator.prepare(loss), optimizer)
+    return Stage("heads", schedule, 0, run.accelerator.prepare(compiled), optimizer)
 
 
 def take_heads_step(run: Run, stage: Stage, step: int) -> StepResult:

@@ -260,9 +260,10 @@ def restore(run: Run, stored: dict[str, Any]) -> int:
     Raises:
         ValueError: the state belongs to another configuration; the sections that differ are named.
     """
-    now = as_dict(run.config)
+    now, then, defaults = as_dict(run.config), stored["config"], as_dict(TrainConfig())
     sections = ("backbone", "heads", "data", "optimization", "joint")  # where states come from may change
-    different = [name for name in sections if stored["config"][name] != now[name]]
+    # What an older version did not know it did as the default does.
+    different = [name for name in sections if defaults[name] | then.get(name, {}) != now[name]]
     if different:
         raise ValueError(
             f"{run.config.output.dir} holds a run with other settings in {', '.join(different)} (see its config.yaml); "
