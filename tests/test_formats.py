@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from console import medusa
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, prompt_of, tiny_model
 from torch import Tensor
@@ -86,12 +87,12 @@ def tensorrt_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check(directory: Path, backbone: PreTrainedModel, tensors: dict[str, Tensor]) -> MedusaModel:
-    medusa = MedusaModel.from_pretrained(directory, backbone=backbone)
+    loaded = MedusaModel.from_pretrained(directory, backbone=backbone)
     hidden = torch.randn(5, backbone.config.hidden_size)
     with torch.no_grad():
-        found = medusa.heads(hidden, torch.zeros(5, dtype=torch.long))
+        found = loaded.heads(hidden, torch.zeros(5, dtype=torch.long))
     torch.testing.assert_close(found, expected_logits(tensors, hidden, backbone.lm_head.weight.detach()))
-    return medusa
+    return loaded
 
 
 @pytest.mark.filterwarnings("ignore:.*medusa_num_layers 1, but there are 2")
@@ -117,8 +118,8 @@ def test_heads_inside_of_a_full_model(backbone: PreTrainedModel, base: Path, tmp
     whole = {name: tensor.clone() for name, tensor in whole.items()}
     directory = write(tmp_path / "b", whole, json.loads((base / "config.json").read_text()), "model.safetensors")
     check(directory, backbone, tensors)
-    medusa = MedusaModel.from_pretrained(directory)
-    assert torch.equal(medusa.model.lm_head.weight, backbone.lm_head.weight)
+    loaded = MedusaModel.from_pretrained(directory)
+    assert torch.equal(loaded.model.lm_head.weight, backbone.lm_head.weight)
 
 
 def test_heads_that_share_the_lm_head(backbone: PreTrainedModel, base: Path, tmp_path: Path) -> None:
@@ -151,11 +152,11 @@ def test_vllm_heads_over_a_draft_vocabulary(backbone: PreTrainedModel, tmp_path:
     ids = torch.tensor([40, 3, 17, 5])
     cut = {n: t[ids] if n.endswith(f"{LAYERS}.weight") and "linear" not in n else t for n, t in tensors.items()}
     stored = vllm_names(cut) | {"token_map": ids}
-    medusa = MedusaModel.from_pretrained(write(tmp_path / "d", stored, {}, "model.safetensors"), backbone=backbone)
-    assert medusa.config.draft_vocab == (3, 5, 17, 40)
+    loaded = MedusaModel.from_pretrained(write(tmp_path / "d", stored, {}, "model.safetensors"), backbone=backbone)
+    assert loaded.config.draft_vocab == (3, 5, 17, 40)
     hidden = torch.randn(5, backbone.config.hidden_size)
     with torch.no_grad():
-        found = medusa.heads(hidden, torch.zeros(5, dtype=torch.long))
+        found = loaded.heads(hidden, torch.zeros(5, dtype=torch.long))
     expected = expected_logits(tensors, hidden, backbone.lm_head.weight.detach())
     torch.testing.assert_close(found, expected[..., [3, 5, 17, 40]])
 
@@ -272,7 +273,14 @@ def test_published_heads_decode(backbone: PreTrainedModel, base: Path, tmp_path:
 
     entries = {"base_model_name_or_path": str(base)}
     directory = write(tmp_path / "a", reference_tensors(backbone), entries, "medusa_lm_head.pt")
-    medusa = MedusaModel.from_pretrained(directory)
-    found = MedusaDecoder(medusa, tree=[(0,), (1,), (0, 0)]).generate(prompt_of(6), max_new_tokens=12).sequences
-    plain = medusa.model.generate(prompt_of(6), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    loaded = MedusaModel.from_pretrained(directory)
+    found = MedusaDecoder(loaded, tree=[(0,), (1,), (0, 0)]).generate(prompt_of(6), max_new_tokens=12).sequences
+    plain = loaded.model.generate(prompt_of(6), max_new_tokens=12, do_sample=False, pad_token_id=0)
     assert torch.equal(found, plain)
+
+
+def test_inspect_shows_what_a_published_checkpoint_holds(backbone: PreTrainedModel, tmp_path: Path) -> None:
+    directory = write(tmp_path / "d", vllm_names(reference_tensors(backbone)), {}, "model.safetensors")
+    shown = json.loads(medusa("inspect", directory, "--json"))
+    assert (shown["format"], shown["heads"], shown["layers"], shown["vocab_size"]) == ("vllm", HEADS, LAYERS, VOCAB)
+    assert shown["dtypes"] == ["float32"]
