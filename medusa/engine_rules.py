@@ -126,22 +126,23 @@ def as_tgi(directory: Path, num_heads: int) -> EngineHeads:
     layers = config["medusa_num_layers"]
     used = [f"{k}.{i}.linear.{part}" for k in range(num_heads) for i in range(layers) for part in ("weight", "bias")]
     own = [f"{k}.{layers}.weight" for k in range(num_heads)]
+    found: list[Tensor | None] = [None] * num_heads
     if all(name in weights for name in used + own):
         found = [weights[name] for name in own]
     elif layers == 1 and all(name in weights for name in used):  # on any error it tries its second kind of heads
-        found, own = [], []
+        own = []
     else:
         missing = [name for name in used + own if name not in weights]
         raise EngineError(f"TGI stops: {directory} has no {', '.join(missing)}")
     dropped = [name for name in weights if name not in used + own]
-    return EngineHeads(_reference_blocks(weights, num_heads, layers), found or [None] * num_heads, dropped)
+    return EngineHeads(_reference_blocks(weights, num_heads, layers), found, dropped)
 
 
 def as_tensorrt_llm(directory: Path, num_heads: int) -> EngineHeads:
     """TensorRT-LLM: `load_medusa_hf`, with head and layer counts from the flags or from `num_medusa_*`."""
     config = _config(directory)
     if config.get("num_medusa_heads", num_heads) < num_heads or "num_medusa_layers" not in config:
-        raise EngineError("TensorRT-LLM needs num_medusa_heads and num_medusa_layers in config.json")
+        raise EngineError(f"TensorRT-LLM needs num_medusa_layers and num_medusa_heads >= {num_heads} in config.json")
     layers = config["num_medusa_layers"]
     file = directory / "medusa_lm_head.pt"
     weights = _read_file(file if file.exists() else directory / "medusa_lm_head.safetensors")

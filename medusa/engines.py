@@ -132,10 +132,7 @@ def planned_tensors(
     written = projections(engine, stored)
     for k in range({"each": num_heads, "one": 1, "none": 0}[written]):
         name = f"{k}.{config.num_layers}.weight"
-        if vllm:
-            there = "lm_head.weight" if written == "one" else f"lm_heads.{k}.weight"
-        else:
-            there = name
+        there = {"one": "lm_head.weight", "each": f"lm_heads.{k}.weight"}[written] if vllm else name
         planned[there] = PlannedTensor((rows, width), dtype, partial(_projection, stored, shared, name))
     return planned
 

@@ -35,7 +35,7 @@ class ExportPlan:
         """Write weights and texts into an existing directory.
 
         Raises:
-            ValueError: a tensor holds NaN or infinity.
+            ValueError: a tensor holds values that are not finite, or too large for its type.
             OSError: the disk is full or forbids writing.
         """
         for name, text in self.texts.items():

@@ -49,15 +49,16 @@ class StoredHeads:
         check_tensors(directory / HEADS_FILE, stored, described)
         self.dtype: torch.dtype = self.tensor(next(iter(self.shapes))).dtype
 
-    @property
-    def needs_backbone(self) -> bool:
-        """Whether full projections can only be made with the backbone's LM head."""
-        return self.config.projection == "shared"
-
     def tensor(self, name: str) -> Tensor:
-        """One tensor, mapped from the file."""
+        """One tensor, mapped from the file.
+
+        Raises:
+            ValueError: it holds values that are not finite.
+        """
         tensor = self._handle.get_tensor(name)
         assert isinstance(tensor, Tensor)
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{self.directory / HEADS_FILE}: tensor {name} holds NaN or infinity")
         return tensor
 
     def head(self, k: int) -> MedusaHead:

@@ -35,14 +35,14 @@ class PlannedTensor:
         """Make it, in its type.
 
         Raises:
-            ValueError: it holds NaN or infinity, or does once it is cast.
+            ValueError: it holds values that are too large for this type.
         """
         tensor = self.make().to(self.dtype).contiguous()
         assert tensor.shape == self.shape, f"{name} is planned as {self.shape} and made as {tuple(tensor.shape)}"
         if not torch.isfinite(tensor).all():
             raise ValueError(
-                f"tensor {name} holds NaN or infinity as {str(self.dtype).removeprefix('torch.')}; if the heads are "
-                "finite, they are too large for this type: take --dtype bfloat16 or float32"
+                f"tensor {name} holds values that are too large for {str(self.dtype).removeprefix('torch.')}; take "
+                "--dtype bfloat16 or float32"
             )
         return tensor
 
@@ -51,7 +51,7 @@ def write_stream(file: Path, planned: dict[str, PlannedTensor]) -> None:
     """Write a safetensors file (8 bytes length of the header, header, data), with one tensor in memory at a time.
 
     Raises:
-        ValueError: a tensor holds NaN or infinity.
+        ValueError: a tensor holds values that are too large for its type.
         OSError: the disk is full or forbids writing.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -64,4 +64,4 @@ def write_stream(file: Path, planned: dict[str, PlannedTensor]) -> None:
     with file.open("wb") as output:
         output.write(len(text).to_bytes(8, "little") + text)
         for name, plan in planned.items():
-            output.write(memoryview(plan.tensor(name).flatten().view(torch.uint8).numpy()))
+            output.write(plan.tensor(name).flatten().view(torch.uint8).numpy().data)
