@@ -52,7 +52,7 @@ ENGINES = {
     "tensorrt-llm": Engine(
         "TensorRT-LLM (engines built with its TensorRT backend)",
         "medusa_lm_head.safetensors",
-        "the heads and, given as --medusa_choices, the tree in medusa_choices.json; temperature 0 only",
+        "the heads and, given as --medusa_choices, the tree in medusa_choices.json; greedy decoding only",
         "typical acceptance, the heads' confidence",
     ),
 }

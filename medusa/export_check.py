@@ -6,7 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .engine_rules import EngineError, read_as
+from .backbone import Backbone
+from .config import MedusaConfig
+from .engine_rules import EngineError, EngineHeads, read_as
+from .model import MedusaModel
 from .stored_heads import StoredHeads
 
 POSITIONS = 32
@@ -80,3 +83,19 @@ def our_logits(stored: StoredHeads, shared: Tensor | None, k: int, hidden: Tenso
         assert isinstance(logits, Tensor)
         return logits
     return features @ shared.to(dtype).float().T
+
+
+def model_of(backbone: Backbone, read: EngineHeads) -> MedusaModel:
+    """The heads that an engine has, as heads of ours: to measure them on text."""
+    config = MedusaConfig(num_heads=len(read.blocks), num_layers=len(read.blocks[0]))
+    model = MedusaModel.attach_parts(backbone, config)
+    for k, blocks in enumerate(read.blocks):
+        head, state = model.heads.head(k), {}
+        for layer, (weight, bias) in enumerate(blocks):
+            state[f"{layer}.linear.weight"] = weight
+            state[f"{layer}.linear.bias"] = torch.zeros(len(weight)) if bias is None else bias
+        projection = read.projections[k]
+        if projection is not None:  # else the copy of the LM head that it starts with
+            state[f"{config.num_layers}.weight"] = projection
+        head.load_state_dict({**head.state_dict(), **state})
+    return model

@@ -221,6 +221,13 @@ def test_dry_run_writes_nothing(saved: Path, tmp_path: Path) -> None:
     assert not done.files.keys() - sizes.keys()
 
 
+def test_top1_before_and_after(backbone: PreTrainedModel, data: Path, tmp_path: Path) -> None:
+    checkpoint = save(backbone, tmp_path / "heads", projection="shared", draft_vocab=tuple(range(20, 80)))
+    found = json.loads(medusa("export", checkpoint, "--to", "tgi", "--data", data, "--json"))["top1"]
+    assert found["before"] == found["after"]
+    assert len(found["after"]) == 3
+
+
 def test_the_command(saved: Path, tmp_path: Path) -> None:
     figures = json.loads(medusa("export", saved, "--to", "vllm", "--out", tmp_path / "out", "--heads", 2, "--json"))
     assert figures["num_heads"] == 2
