@@ -5,6 +5,7 @@ if __name__ == "inference":
 
 from .accept import Blockwise, Typical
 from .combined import HeadsAndLookup
+from .custom_generate import generate_with
 from .decoder import MedusaDecoder
 from .draft_model import DraftModel
 from .draft_stats import DraftStats
@@ -27,4 +28,5 @@ __all__ = [
     "StepSizes",
     "Typical",
     "check_same_vocabulary",
+    "generate_with",
 ]

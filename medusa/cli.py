@@ -13,6 +13,7 @@ from .cli_bench import bench
 from .cli_common import Checkpoint, Dtype, Json, fail, load, show
 from .cli_decoding import chat, generate
 from .cli_export import export
+from .cli_push import push
 from .cli_train import train
 from .cli_verify import verify
 
@@ -226,5 +227,5 @@ def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length
         console.print(text)
 
 
-for command in (train, verify, generate, chat, bench, export):
+for command in (train, verify, generate, chat, bench, push, export):
     app.command()(command)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -203,6 +204,23 @@ class MedusaModel(nn.Module):
                 self.model.save_pretrained(str(work / BACKBONE_FOLDER))
                 if tokenizer is not None:
                     tokenizer.save_pretrained(str(work / BACKBONE_FOLDER))
+
+    def push_to_hub(
+        self, repository: str, tokenizer: Tokenizer | None = None, private: bool = False, license_: str | None = None
+    ) -> str:
+        """Save the heads and upload them, with a model card; see `medusa.hub` for what else goes there.
+
+        Returns:
+            Address of the repository.
+
+        Raises:
+            ValueError: the heads cannot be saved, or the hub refuses.
+        """
+        from .hub import push
+
+        with tempfile.TemporaryDirectory() as work:
+            self.save_pretrained(Path(work) / "heads", tokenizer)
+            return push(Path(work) / "heads", repository, private, license_)
 
 
 def found_from_everywhere(name_or_path: str) -> str:

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medusa.backbone import Backbone
+from medusa.checkpoint import DRIFT_FILE
 
 from .hidden_states import LiveHiddenStates
 from .loss import divergence
 from .pairs import root_positions
 from .supervision import TrainingRow
 
-DRIFT_FILE = "drift.json"
 ROWS = 64
 """Measured on so many rows at most."""
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from medusa.checkpoint import EVALUATION_FILE
 from medusa.heads import MedusaHeads
 from medusa.model import MedusaModel
 from medusa.progress import progress_bar
@@ -21,7 +22,6 @@ from .supervision import IGNORE, TrainingRow
 
 TOP = 10
 BATCH_SIZE = 8
-EVALUATION_FILE = "evaluation.json"
 
 
 @dataclass(frozen=True)
