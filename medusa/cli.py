@@ -10,6 +10,7 @@ from rich.console import Console
 from .cli_bench import bench
 from .cli_common import Checkpoint, Data, Dtype, Json, MaxLength, Recorded, fail, load, show
 from .cli_decoding import chat, generate
+from .cli_export import export
 from .cli_inspect import inspect
 from .cli_push import push
 from .cli_simulate import simulate
@@ -114,5 +115,5 @@ def merge(
     show(as_json, figures, ["", ""], [[name, f"{value:.6f}"] for name, value in figures.items()], str(out))
 
 
-for command in (train, tree, simulate, inspect, verify, generate, chat, bench, push):
+for command in (train, tree, simulate, inspect, verify, generate, chat, bench, push, export):
     app.command()(command)
