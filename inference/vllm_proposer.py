@@ -82,7 +82,7 @@ class MedusaProposer:
         options = vllm_config.additional_config
         if not isinstance(options, dict) or HEADS_OPTION not in options:
             raise ValueError(
-                f"the heads' directory is missing: start vLLM with --additional-config '{{\"{HEADS_OPTION}\": \"DIR\"}}'"
+                f'the heads\' directory is missing: start vLLM with --additional-config \'{{"{HEADS_OPTION}": "DIR"}}\''
             )
         parallel = vllm_config.parallel_config
         if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
