@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from vllm_server import serving
 from vllm_simulation import Counts, greedy, simulate
 
 from medusa import MedusaConfig, MedusaModel
+from medusa.model import load_backbone, load_tokenizer
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -44,6 +46,9 @@ OPTIONS = [
     *("--enable-chunked-prefill", "--long-prefill-token-threshold", str(CHUNK)),
     *("--enable-prefix-caching", "--block-size", str(BLOCK)),
 ]
+TIGHT = ["--max-num-batched-tokens", "40"]
+"""A budget for a step that is less than what 16 drafts and a piece of a prompt need. The last option counts."""
+REAL_QUESTIONS, REAL_LENGTH, REAL_TOKENS = 64, 256, 64
 PROPOSER = "medusa.inference.vllm_proposer.MedusaProposer"
 KINDS = {
     "own": MedusaConfig(num_heads=DEPTH),
@@ -51,6 +56,29 @@ KINDS = {
     "root-conditioned": MedusaConfig(num_heads=DEPTH, root_conditioned=True),
     "sequential": MedusaConfig(num_heads=DEPTH, projection="shared", sequential=True),
 }
+
+
+HEADER = f"{'route':28} {'answers':>7} {'other':>5} {'cached':>6} {'drafts':>7} accepted by position (expected)"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one route gave."""
+
+    route: str
+    answers: int
+    other_texts: int
+    """Answers that are not what HF `generate` says."""
+    cached_tokens: int
+    """Tokens of prompts that the prefix cache had."""
+    found: Counts
+    expected: Counts
+    seconds: float
+
+    def line(self) -> str:
+        """A row of the table."""
+        counts = f"{self.found.drafts:7} {self.found.accepted} ({self.expected.drafts} {self.expected.accepted})"
+        return f"{self.route:28} {self.answers:7} {self.other_texts:5} {self.cached_tokens:6} {counts}"
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -114,46 +142,115 @@ def free_port() -> int:
         return port
 
 
-def check(
-    name: str, model: MedusaModel, questions: list[Question], server: dict[str, object], work: Path
-) -> dict[str, object]:
-    """Ask a server everything twice and compare; one row of the table."""
-    expected = [simulate(model, prompt, new_tokens, DEPTH) for prompt, new_tokens in questions]
-    answers = [answer for answer, _ in expected]
-    counts = sum((counts for _, counts in expected[1:]), expected[0][1])
-    row: dict[str, object] = {"route": name, "questions": len(questions)}
-    method = {"method": "medusa", "model": server["heads"]}
-    options = list(OPTIONS)
-    if server["route"] == "proposer":
+@dataclass(frozen=True)
+class Route:
+    """A way into vLLM."""
+
+    name: str
+    heads: str
+    """Directory of the checkpoint."""
+    proposer: bool
+    """Whether our proposer drafts, or vLLM's own Medusa."""
+    depth: int
+    options: Sequence[str]
+    drafts_are_cut: bool = False
+    """Whether the budget of a step cuts drafts: texts are the same then, what is counted is less."""
+
+    def speculative(self) -> dict[str, object]:
+        """The speculative configuration."""
         method = {"method": "custom_class", "model": PROPOSER}
-        options += ["--additional-config", json.dumps({"medusa_heads": server["heads"]})]
-    speculative = {**method, "num_speculative_tokens": DEPTH}
+        if not self.proposer:
+            method = {"method": "medusa", "model": self.heads}
+        return {**method, "num_speculative_tokens": self.depth}
+
+    def all_options(self) -> list[str]:
+        """The rest of the command line."""
+        named = ["--additional-config", json.dumps({"medusa_heads": self.heads})] if self.proposer else []
+        return [*self.options, *named]
+
+
+def check(route: Route, target: Path, model: MedusaModel, questions: Sequence[Question], rounds: int = 2) -> Result:
+    """Ask a server everything, `rounds` times, and count what differs from our own decoding."""
+    expected = [simulate(model, prompt, new_tokens, route.depth) for prompt, new_tokens in questions]
+    counts = sum((counts for _, counts in expected), Counts(0, [0] * route.depth))
     started = time.perf_counter()
-    with serving(work / "model", free_port(), work / f"{name}.log", options, speculative) as vllm:
-        before = vllm.counts()
-        for asked in ("first", "second"):
-            different = sum(a != b for a, b in zip(vllm.complete_all(questions), answers, strict=True))
-            after = vllm.counts()
-            found = after - before
-            row[asked] = {"different": different, "drafts": found.drafts, "accepted": found.accepted}
-            before = after
-        row["cached_tokens"] = int(vllm.metric("vllm:prefix_cache_hits_total").get("", 0))
-    row |= {"expected_drafts": counts.drafts, "expected_accepted": counts.accepted}
-    row["seconds"] = round(time.perf_counter() - started, 1)
-    return row
+    log = target.parent / f"{route.name.replace(' ', '-')}.log"
+    with serving(target, free_port(), log, route.all_options(), route.speculative()) as vllm:
+        other_texts = 0
+        for _ in range(rounds):
+            answers = vllm.complete_all(questions)
+            other_texts += sum(a != b for a, (b, _) in zip(answers, expected, strict=True))
+        found = vllm.counts()
+        cached = vllm.cached_tokens()
+    total = sum((counts for _ in range(rounds)), Counts(0, [0] * route.depth))
+    seconds = round(time.perf_counter() - started, 1)
+    return Result(route.name, len(questions) * rounds, other_texts, cached, found, total, seconds)
+
+
+def tiny_checks(work: Path) -> tuple[list[Result], int]:
+    """All routes and kinds of heads on a tiny model; the rows, and how many things differ."""
+    questions, backbone = make_questions(), tiny_llama()
+    target = work / "model"
+    backbone.save_pretrained(target)
+    routes = [Route("vLLM's own Medusa", "own", False, DEPTH, OPTIONS)]
+    routes += [Route(f"proposer, {kind}", kind, True, DEPTH, OPTIONS) for kind in KINDS]
+    routes += [Route("proposer, drafts cut", "own", True, DEPTH, [*OPTIONS, *TIGHT], drafts_are_cut=True)]
+    models: dict[str, MedusaModel] = {}
+    for kind, config in KINDS.items():
+        models[kind] = MedusaModel.attach(backbone, config)
+        overfit(models[kind], questions)
+        models[kind].save_pretrained(work / kind)
+    results, differences = [], 0
+    for route in routes:
+        result = check(replace(route, heads=str(work / route.heads)), target, models[route.heads], questions)
+        print(result.line(), flush=True)
+        differences += result.other_texts
+        differences += (not any(result.found.accepted)) if route.drafts_are_cut else (result.found != result.expected)
+        results.append(result)
+    return results, differences
+
+
+def real_check(work: Path, target: Path, heads: str) -> tuple[list[Result], int]:
+    """Trained heads on the model they were trained for; acceptance within three standard errors of ours."""
+    model = MedusaModel.from_pretrained(heads, dtype="float32", backbone=load_backbone(str(target), "float32"))
+    tokenizer = load_tokenizer(str(target))
+    lines = Path("scripts/demo_prompts.jsonl").read_text().splitlines()[:REAL_QUESTIONS]
+    questions: list[Question] = []
+    for line in lines:
+        chat = [{"role": "user", "content": json.loads(line)["prompt"]}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        questions.append((ids[-REAL_LENGTH:], REAL_TOKENS))
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", str(CONCURRENT)]
+    link = work / "model"
+    link.symlink_to(target.resolve())
+    result = check(Route("proposer, real", heads, True, model.config.num_heads, options), link, model, questions, 1)
+    print(result.line(), flush=True)
+    differences = 0
+    for found, expected in zip(result.found.accepted, result.expected.accepted, strict=True):
+        rate, n = expected / result.expected.drafts, result.expected.drafts
+        differences += abs(found / result.found.drafts - rate) > 3 * (2 * rate * (1 - rate) / n) ** 0.5
+    return [result], differences
+
+
+def main() -> None:
+    """Run the checks, print a row for each and a line of JSON at the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--real", action="store_true", help="trained heads on a real model, instead of tiny ones")
+    parser.add_argument("--model", default=".demo/model", help="the real model")
+    parser.add_argument("--heads", help="the checkpoint of its heads")
+    arguments = parser.parse_args()
+    if arguments.real and not arguments.heads:
+        parser.error("--real needs --heads CHECKPOINT")
+    print(HEADER)
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.real:
+            results, differences = real_check(Path(folder), Path(arguments.model), arguments.heads)
+        else:
+            results, differences = tiny_checks(Path(folder))
+    rows = [asdict(result) for result in results]
+    print(json.dumps({"vllm": version("vllm-cpu"), "differences": int(differences), "routes": rows}))
+    sys.exit(differences > 0)
 
 
 if __name__ == "__main__":
-    questions = make_questions()
-    backbone = tiny_llama()
-    if True:
-        work = Path("/tmp/vllm-work/w")
-        work.mkdir(exist_ok=True)
-        backbone.save_pretrained(work / "model")
-        model = MedusaModel.attach(backbone, KINDS["own"])
-        overfit(model, questions)
-        model.save_pretrained(work / "own")
-        for p, n in questions:
-            print(len(p), n, simulate(model, p, n, DEPTH)[1])
-        print(check("proposer", model, questions, {"route": "proposer", "heads": str(work / "own")}, work), flush=True)
-        print(check("native", model, questions, {"route": "native", "heads": str(work / "own")}, work))
+    main()

@@ -50,6 +50,10 @@ class Server:
         samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
         return {sample.labels.get("position", ""): sample.value for sample in samples if sample.name == name}
 
+    def cached_tokens(self) -> int:
+        """How many tokens of prompts were found in the prefix cache."""
+        return int(self.metric("vllm:prefix_cache_hits_total").get("", 0))
+
     def counts(self) -> Counts:
         """What drafts gave since the server started."""
         drafts = self.metric("vllm:spec_decode_num_drafts_total").get("", 0)

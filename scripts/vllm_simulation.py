@@ -10,7 +10,7 @@ from medusa import MedusaModel
 from medusa.inference.chain import Chain
 
 
-@dataclass
+@dataclass(frozen=True)
 class Counts:
     """What checking drafts gave."""
 
@@ -23,10 +23,6 @@ class Counts:
         """Over both."""
         accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
         return Counts(self.drafts + other.drafts, accepted)
-
-    def __sub__(self, other: "Counts") -> "Counts":
-        """Since `other`."""
-        return self + Counts(-other.drafts, [-count for count in other.accepted])
 
 
 def greedy(model: MedusaModel, prompt: Sequence[int], new_tokens: int) -> list[int]:
