@@ -7,19 +7,19 @@ time, found in the prefix cache. What is expected comes from HF `generate` and `
 import argparse
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
-from vllm_server import serving
+from vllm_routes import Asked, Question, Route, ask_offline, ask_server
 from vllm_simulation import Counts, greedy, simulate
 
 from medusa import MedusaConfig, MedusaModel
@@ -37,8 +37,6 @@ BLOCK = 32
 """Tokens in a block of vLLM's cache."""
 CHUNK = 16
 """Longest piece of a prompt that one step reads. The budget of a step below never cuts a draft, then."""
-Question = tuple[Sequence[int], int]
-"""A prompt, and how many tokens the answer has."""
 
 OPTIONS = [
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--skip-tokenizer-init"),
@@ -48,8 +46,7 @@ OPTIONS = [
 ]
 TIGHT = ["--max-num-batched-tokens", "40"]
 """A budget for a step that is less than what 16 drafts and a piece of a prompt need. The last option counts."""
-REAL_QUESTIONS, REAL_LENGTH, REAL_TOKENS = 64, 256, 64
-PROPOSER = "medusa.inference.vllm_proposer.MedusaProposer"
+REAL_QUESTIONS, REAL_TOKENS = 64, 64
 KINDS = {
     "own": MedusaConfig(num_heads=DEPTH),
     "draft vocabulary": MedusaConfig(num_heads=DEPTH, projection="shared", draft_vocab=range(0, VOCAB, 2)),
@@ -134,101 +131,65 @@ def overfit(model: MedusaModel, questions: Sequence[Question], steps: int = 100)
         optimizer.step()
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@dataclass(frozen=True)
-class Route:
-    """A way into vLLM."""
-
-    name: str
-    heads: str
-    """Directory of the checkpoint."""
-    proposer: bool
-    """Whether our proposer drafts, or vLLM's own Medusa."""
-    depth: int
-    options: Sequence[str]
-    drafts_are_cut: bool = False
-    """Whether the budget of a step cuts drafts: texts are the same then, what is counted is less."""
-
-    def speculative(self) -> dict[str, object]:
-        """The speculative configuration."""
-        method = {"method": "custom_class", "model": PROPOSER}
-        if not self.proposer:
-            method = {"method": "medusa", "model": self.heads}
-        return {**method, "num_speculative_tokens": self.depth}
-
-    def all_options(self) -> list[str]:
-        """The rest of the command line."""
-        named = ["--additional-config", json.dumps({"medusa_heads": self.heads})] if self.proposer else []
-        return [*self.options, *named]
-
-
-def check(route: Route, target: Path, model: MedusaModel, questions: Sequence[Question], rounds: int = 2) -> Result:
-    """Ask a server everything, `rounds` times, and count what differs from our own decoding."""
+def compare(
+    route: Route, model: MedusaModel, questions: Sequence[Question], ask: Callable[[], Asked], rounds: int
+) -> Result:
+    """Ask all questions `rounds` times, and set what comes back beside our own decoding."""
     expected = [simulate(model, prompt, new_tokens, route.depth) for prompt, new_tokens in questions]
-    counts = sum((counts for _, counts in expected), Counts(0, [0] * route.depth))
+    counts = sum((counts for _, counts in expected * rounds), Counts(0, [0] * route.depth))
+    texts = [text for text, _ in expected] * rounds
     started = time.perf_counter()
-    log = target.parent / f"{route.name.replace(' ', '-')}.log"
-    with serving(target, free_port(), log, route.all_options(), route.speculative()) as vllm:
-        other_texts = 0
-        for _ in range(rounds):
-            answers = vllm.complete_all(questions)
-            other_texts += sum(a != b for a, (b, _) in zip(answers, expected, strict=True))
-        found = vllm.counts()
-        cached = vllm.cached_tokens()
-    total = sum((counts for _ in range(rounds)), Counts(0, [0] * route.depth))
+    asked = ask()
     seconds = round(time.perf_counter() - started, 1)
-    return Result(route.name, len(questions) * rounds, other_texts, cached, found, total, seconds)
+    other = sum(answer != text for answer, text in zip(asked.answers, texts, strict=True))
+    result = Result(route.name, len(texts), other, asked.cached_tokens, asked.counts, counts, seconds)
+    print(result.line(), flush=True)
+    return result
 
 
 def tiny_checks(work: Path) -> tuple[list[Result], int]:
     """All routes and kinds of heads on a tiny model; the rows, and how many things differ."""
-    questions, backbone = make_questions(), tiny_llama()
-    target = work / "model"
+    questions, backbone, target = make_questions(), tiny_llama(), work / "model"
     backbone.save_pretrained(target)
-    routes = [Route("vLLM's own Medusa", "own", False, DEPTH, OPTIONS)]
-    routes += [Route(f"proposer, {kind}", kind, True, DEPTH, OPTIONS) for kind in KINDS]
-    routes += [Route("proposer, drafts cut", "own", True, DEPTH, [*OPTIONS, *TIGHT], drafts_are_cut=True)]
-    models: dict[str, MedusaModel] = {}
-    for kind, config in KINDS.items():
-        models[kind] = MedusaModel.attach(backbone, config)
-        overfit(models[kind], questions)
-        models[kind].save_pretrained(work / kind)
+    models = {kind: MedusaModel.attach(backbone, config) for kind, config in KINDS.items()}
+    for kind, model in models.items():
+        overfit(model, questions)
+        model.save_pretrained(work / kind)
+    own = str(work / "own")
+    routes = [
+        (models["own"], Route("vLLM's own Medusa", own, DEPTH, proposer=False, options=OPTIONS)),
+        *((models[kind], Route(f"proposer, {kind}", str(work / kind), DEPTH, options=OPTIONS)) for kind in KINDS),
+        (models["own"], Route("proposer, drafts cut", own, DEPTH, options=[*OPTIONS, *TIGHT], drafts_are_cut=True)),
+    ]
     results, differences = [], 0
-    for route in routes:
-        result = check(replace(route, heads=str(work / route.heads)), target, models[route.heads], questions)
-        print(result.line(), flush=True)
+    for model, route in routes:
+        result = compare(route, model, questions, partial(ask_server, route, target, questions, 2), 2)
         differences += result.other_texts
-        differences += (not any(result.found.accepted)) if route.drafts_are_cut else (result.found != result.expected)
+        differences += not any(result.found.accepted) if route.drafts_are_cut else result.found != result.expected
         results.append(result)
-    return results, differences
+    offline = Route("vLLM's own Medusa, offline", own, DEPTH, proposer=False)
+    result = compare(offline, models["own"], questions, partial(ask_offline, offline, target, questions), 1)
+    differences += result.other_texts + (result.found != result.expected)
+    return [*results, result], differences
 
 
-def real_check(work: Path, target: Path, heads: str) -> tuple[list[Result], int]:
-    """Trained heads on the model they were trained for; acceptance within three standard errors of ours."""
-    model = MedusaModel.from_pretrained(heads, dtype="float32", backbone=load_backbone(str(target), "float32"))
-    tokenizer = load_tokenizer(str(target))
-    lines = Path("scripts/demo_prompts.jsonl").read_text().splitlines()[:REAL_QUESTIONS]
+def real_check(work: Path, backbone: str, heads: str) -> tuple[list[Result], int]:
+    """Trained heads on the model they were trained for: acceptance within three standard errors of ours."""
+    model = MedusaModel.from_pretrained(heads, backbone=load_backbone(backbone, "float32"))
+    tokenizer = load_tokenizer(backbone)
     questions: list[Question] = []
-    for line in lines:
+    for line in Path("scripts/demo_prompts.jsonl").read_text().splitlines()[:REAL_QUESTIONS]:
         chat = [{"role": "user", "content": json.loads(line)["prompt"]}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        questions.append((ids[-REAL_LENGTH:], REAL_TOKENS))
+        questions.append((tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"], REAL_TOKENS))
+    target = work / "model"
+    target.symlink_to(Path(backbone).resolve())
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", str(CONCURRENT)]
-    link = work / "model"
-    link.symlink_to(target.resolve())
-    result = check(Route("proposer, real", heads, True, model.config.num_heads, options), link, model, questions, 1)
-    print(result.line(), flush=True)
-    differences = 0
+    route = Route("proposer, real model", heads, model.config.num_heads, options=options)
+    result = compare(route, model, questions, partial(ask_server, route, target, questions, 1), 1)
+    differences, drafts = 0, result.expected.drafts
     for found, expected in zip(result.found.accepted, result.expected.accepted, strict=True):
-        rate, n = expected / result.expected.drafts, result.expected.drafts
-        differences += abs(found / result.found.drafts - rate) > 3 * (2 * rate * (1 - rate) / n) ** 0.5
+        rate = expected / drafts
+        differences += abs(found / result.found.drafts - rate) > 3 * (2 * rate * (1 - rate) / drafts) ** 0.5
     return [result], differences
 
 
@@ -244,7 +205,7 @@ def main() -> None:
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder:
         if arguments.real:
-            results, differences = real_check(Path(folder), Path(arguments.model), arguments.heads)
+            results, differences = real_check(Path(folder), arguments.model, arguments.heads)
         else:
             results, differences = tiny_checks(Path(folder))
     rows = [asdict(result) for result in results]
