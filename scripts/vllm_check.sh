@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Do heads load in vLLM and get there what they get here? vLLM in an environment of its own, the last release with Medusa.
-# Usage: bash scripts/vllm_check.sh [--real]
+# Usage: bash scripts/vllm_check.sh [--real --heads CHECKPOINT [--model BACKBONE]]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh

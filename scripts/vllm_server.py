@@ -83,7 +83,10 @@ def serving(
             yield Server(client, depth)
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
