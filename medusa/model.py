@@ -29,6 +29,7 @@ from .checkpoint import (
     atomic_directory,
     check_tensors,
     fingerprint,
+    heads_config,
     read_config,
     read_heads,
     write_heads,
@@ -137,14 +138,7 @@ class MedusaModel(nn.Module):
             own = directory / BACKBONE_FOLDER
             name = str(own) if own.is_dir() else entries.get("base_model_name_or_path")
             backbone = load_backbone(name, dtype, device_map)
-        config = MedusaConfig(
-            num_heads=entries["medusa_num_heads"],
-            num_layers=entries.get("medusa_num_layers", 1),
-            projection=entries.get("medusa_projection", "own"),
-            draft_vocab=draft_vocab,
-            root_conditioned=entries.get("medusa_root_conditioned", False),
-            sequential=entries.get("medusa_sequential", False),
-        )
+        config = heads_config(entries, draft_vocab)
         parts = Backbone(backbone)
         check_backbone(directory, entries, parts)
         if (directory / ADAPTER_FOLDER).is_dir():
