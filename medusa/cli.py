@@ -12,6 +12,7 @@ from rich.text import Text
 from .cli_bench import bench
 from .cli_common import Checkpoint, Dtype, Json, fail, load, show
 from .cli_decoding import chat, generate
+from .cli_distill import distill
 from .cli_push import push
 from .cli_train import train
 from .cli_verify import verify
@@ -47,39 +48,6 @@ def run_or_explain(command_line: typer.Typer) -> None:
         fail(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-@app.command()
-def distill(
-    backbone: Annotated[str, typer.Option(help="Directory or hub id of the model that answers.")],
-    prompts: Annotated[Path, typer.Option(help="JSONL file with `prompt`, `messages` or `conversations`.")],
-    out: Annotated[Path, typer.Option(help="JSONL file of answers; continued if it exists.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 16,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts only.")] = None,
-    record: Annotated[bool, typer.Option(help="Record hidden states for training without the backbone.")] = False,
-    dtype: Dtype = "auto",
-    as_json: Json = False,
-) -> None:
-    """Let the backbone answer prompts itself: the best text to train its heads on."""
-    from medusa.backbone import Backbone
-    from medusa.model import load_backbone, load_tokenizer
-    from medusa.train.distill import distill as run
-    from medusa.train.distill import read_prompts
-
-    tokenizer = load_tokenizer(backbone)
-    found, report = read_prompts(prompts, tokenizer, limit)
-    Console(stderr=True).print(f"{prompts}: {report.summary()}", highlight=False)
-    model = Backbone(load_backbone(backbone, dtype))
-    answered = run(model, tokenizer, found, out, max_new_tokens, batch_size, record)
-    figures = {"prompts": len(found), "answered": answered, "already_there": len(found) - answered, "out": str(out)}
-    show(
-        as_json,
-        figures,
-        ["prompts", "answered now", "already there"],
-        [[str(v) for v in figures.values()][:3]],
-        str(out),
-    )
 
 
 @app.command("eval")
@@ -226,5 +194,5 @@ def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length
         console.print(text)
 
 
-for command in (train, verify, generate, chat, bench, push):
+for command in (train, distill, verify, generate, chat, bench, push):
     app.command()(command)

@@ -8,8 +8,10 @@ from chatml import save_tiny_chat_model
 from medusa.backbone import Backbone
 from medusa.model import load_backbone, load_tokenizer
 from medusa.train import distill as module
-from medusa.train.distill import distill, read_prompts
+from medusa.train.answer_file import answered_chats
+from medusa.train.distill import distill
 from medusa.train.hidden_states import LiveHiddenStates, RecordedHiddenStates, recording_directory
+from medusa.train.prompts import read_prompts
 from medusa.train.rows import load_rows
 
 
@@ -46,7 +48,7 @@ def test_answers_may_hold_any_end_of_line(tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     rows = [{"id": "a", "text": "one\u2028two\u0085three"}, {"id": "b", "text": ""}]
     out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    assert module.answered_ids(out) == {"a", "b"}
+    assert set(answered_chats(out)) == {"a", "b"}
 
 
 def test_interrupted_run_continues_and_heals_a_torn_line(setup, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
