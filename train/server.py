@@ -203,7 +203,7 @@ async def ask(client: httpx.AsyncClient, server: Server, settings: ServerSetting
         ) from error
     except httpx.UnsupportedProtocol as error:
         raise ValueError(f"--server {server.url!r} must begin with http:// or https://") from error
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         raise MayPassError(f"{type(error).__name__}: {error}") from error
     said = " ".join(response.text.split())[:200]
     if response.status_code in FATAL:
