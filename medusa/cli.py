@@ -1,20 +1,24 @@
 """The `medusa` command. Every command imports what it needs itself, so that `--help` is quick."""
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from .cli_bench import bench
-from .cli_common import Checkpoint, Dtype, Json, fail, load, show
+from .cli_common import Checkpoint, Data, Dtype, Json, MaxLength, Recorded, fail, load, show
 from .cli_decoding import chat, generate
+<<<<<<< HEAD
 from .cli_distill import distill
+=======
+from .cli_inspect import inspect
+>>>>>>> main
 from .cli_push import push
+from .cli_simulate import simulate
 from .cli_train import train
+from .cli_tree import tree
 from .cli_verify import verify
 
 app = typer.Typer(
@@ -23,10 +27,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Data = Annotated[Path, typer.Option(help="JSONL file of held-out chats.")]
-MaxLength = Annotated[int, typer.Option(help="Cut chats after so many tokens.")]
-Recorded = Annotated[bool, typer.Option(help="Use the hidden states that `distill --record` left beside the data.")]
 
 
 def main() -> None:
@@ -70,39 +70,6 @@ def evaluate(
 
 
 @app.command()
-def tree(
-    checkpoint: Checkpoint,
-    data: Data,
-    nodes: Annotated[int, typer.Option(min=1, help="Size of the largest tree, root included.")] = 64,
-    max_length: MaxLength = 2048,
-    recorded: Recorded = False,
-    dtype: Dtype = "auto",
-    as_json: Json = False,
-) -> None:
-    """Search the best tree of every size for these heads and save it in the checkpoint."""
-    from medusa.train.evaluate import judge_file
-    from medusa.train.supervision import IGNORE
-    from medusa.tree_search import search_tree_for_decoding
-
-    if not Path(checkpoint).is_dir():
-        raise ValueError(
-            f"there is no directory {checkpoint}; the tree is saved there, so download the checkpoint first"
-        )
-    model, tokenizer = load(checkpoint, dtype)
-    judged = judge_file(model, tokenizer, str(data), max_length, recorded)
-    searched = search_tree_for_decoding(judged.ranks, judged.targets[:, 0] == IGNORE, nodes, judged.log_confidence)
-    searched.save(Path(checkpoint))
-    sizes = [size for size in (2, 4, 8, 16, 32, 64, 128, 256) if size <= len(searched.paths) + 1]
-    figures = {
-        "steps": searched.positions,
-        "tokens_per_step": {size: round(searched.tokens_per_step(size), 3) for size in sizes},
-        "paths": searched.paths,
-    }
-    rows = [[str(size), str(searched.best(size).depth), f"{searched.tokens_per_step(size):.2f}"] for size in sizes]
-    show(as_json, figures, ["nodes", "depth", "tokens per step"], rows, f"expected on {data}")
-
-
-@app.command()
 def merge(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Option(help="New directory: the heads, and in backbone/ the model to serve.")],
@@ -118,6 +85,7 @@ def merge(
     show(as_json, figures, ["", ""], [[name, f"{value:.6f}"] for name, value in figures.items()], str(out))
 
 
+<<<<<<< HEAD
 @app.command()
 def inspect(
     target: Annotated[Path, typer.Argument(help="A checkpoint directory, or a JSONL file of chats.")],
@@ -195,4 +163,7 @@ def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length
 
 
 for command in (train, distill, verify, generate, chat, bench, push):
+=======
+for command in (train, tree, simulate, inspect, verify, generate, chat, bench, push):
+>>>>>>> main
     app.command()(command)

@@ -150,7 +150,9 @@ async def answer_chat(
     Raises:
         NoAnswerError: to one of them.
     """
-    messages, reasons, logprobs = list(prompt.messages), [], []
+    messages = list(prompt.messages)
+    reasons: list[str | None] = []
+    logprobs: list[list[list[dict[str, Any]]] | None] = []
     for turn in range(1 + len(prompt.follow_ups)):
         if turn:
             messages.append(prompt.follow_ups[turn - 1])
