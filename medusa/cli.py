@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from .cli_bench import bench
 from .cli_common import Checkpoint, Data, Dtype, Json, MaxLength, Recorded, fail, load, show
 from .cli_decoding import chat, generate
+from .cli_distill import distill
 from .cli_export import export
 from .cli_inspect import inspect
 from .cli_push import push
@@ -47,39 +47,6 @@ def run_or_explain(command_line: typer.Typer) -> None:
         raise SystemExit(130) from None
 
 
-@app.command()
-def distill(
-    backbone: Annotated[str, typer.Option(help="Directory or hub id of the model that answers.")],
-    prompts: Annotated[Path, typer.Option(help="JSONL file with `prompt`, `messages` or `conversations`.")],
-    out: Annotated[Path, typer.Option(help="JSONL file of answers; continued if it exists.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 16,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many prompts only.")] = None,
-    record: Annotated[bool, typer.Option(help="Record hidden states for training without the backbone.")] = False,
-    dtype: Dtype = "auto",
-    as_json: Json = False,
-) -> None:
-    """Let the backbone answer prompts itself: the best text to train its heads on."""
-    from medusa.backbone import Backbone
-    from medusa.model import load_backbone, load_tokenizer
-    from medusa.train.distill import distill as run
-    from medusa.train.distill import read_prompts
-
-    tokenizer = load_tokenizer(backbone)
-    found, report = read_prompts(prompts, tokenizer, limit)
-    Console(stderr=True).print(f"{prompts}: {report.summary()}", highlight=False)
-    model = Backbone(load_backbone(backbone, dtype))
-    answered = run(model, tokenizer, found, out, max_new_tokens, batch_size, record)
-    figures = {"prompts": len(found), "answered": answered, "already_there": len(found) - answered, "out": str(out)}
-    show(
-        as_json,
-        figures,
-        ["prompts", "answered now", "already there"],
-        [[str(v) for v in figures.values()][:3]],
-        str(out),
-    )
-
-
 @app.command("eval")
 def evaluate(
     checkpoint: Checkpoint,
@@ -115,5 +82,5 @@ def merge(
     show(as_json, figures, ["", ""], [[name, f"{value:.6f}"] for name, value in figures.items()], str(out))
 
 
-for command in (train, tree, simulate, inspect, verify, generate, chat, bench, push, export):
+for command in (train, distill, tree, simulate, inspect, verify, generate, chat, bench, push, export):
     app.command()(command)

@@ -16,7 +16,8 @@ from medusa.inference import DecodingStats, MedusaDecoder
 from medusa.inference.detokenizer import Detokenizer
 from medusa.inference.refusals import check_prompt
 from medusa.progress import progress_bar
-from medusa.train.distill import Prompt, answered_ids, check_settings, read_prompts
+from medusa.train.answer_file import answered_chats, check_settings
+from medusa.train.prompts import Prompt, read_prompts
 
 from .cli_common import note
 
@@ -177,7 +178,7 @@ def answer_file(speaker: Speaker, checkpoint: str, source: Path, out: Path, batc
         speaker.tokenizer.chat_template,
     )
     check_settings(out, settings)
-    done = answered_ids(out)
+    done = answered_chats(out)
     missing = [prompt for prompt in prompts if prompt.id not in done]
     new_tokens = 0
     with (

@@ -36,7 +36,7 @@ def verify(
     from medusa.inference.refusals import check_prompt
     from medusa.inference.sample_prompts import SAMPLE_PROMPTS
     from medusa.progress import progress_bar
-    from medusa.train.distill import read_prompts
+    from medusa.train.prompts import read_prompts
 
     from .cli_answers import Speaker, give_template
 

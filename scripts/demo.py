@@ -30,8 +30,9 @@ from medusa.inference.equivalence import explain
 from medusa.model import load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 from medusa.train import load_config, train
-from medusa.train.distill import distill, read_prompts
+from medusa.train.distill import distill
 from medusa.train.evaluate import HeadAccuracy, accuracy, judge_file
+from medusa.train.prompts import read_prompts
 from medusa.train.supervision import IGNORE
 from medusa.tree_search import search_tree_for_decoding
 

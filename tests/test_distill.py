@@ -8,8 +8,10 @@ from chatml import save_tiny_chat_model
 from medusa.backbone import Backbone
 from medusa.model import load_backbone, load_tokenizer
 from medusa.train import distill as module
-from medusa.train.distill import distill, read_prompts
+from medusa.train.answer_file import answered_chats, failures_file
+from medusa.train.distill import distill
 from medusa.train.hidden_states import LiveHiddenStates, RecordedHiddenStates, recording_directory
+from medusa.train.prompts import read_prompts
 from medusa.train.rows import load_rows
 
 
@@ -46,7 +48,7 @@ def test_answers_may_hold_any_end_of_line(tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     rows = [{"id": "a", "text": "one\u2028two\u0085three"}, {"id": "b", "text": ""}]
     out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    assert module.answered_ids(out) == {"a", "b"}
+    assert set(answered_chats(out)) == {"a", "b"}
 
 
 def test_interrupted_run_continues_and_heals_a_torn_line(setup, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -109,3 +111,41 @@ def test_damaged_or_missing_recordings_are_named(tmp_path: Path) -> None:
     (tmp_path / "p0.safetensors").write_bytes(b"\x10\x00\x00")
     with pytest.raises(ValueError, match=r"p0.safetensors are damaged"):
         RecordedHiddenStates(tmp_path)
+
+
+def test_turns_see_the_backbones_own_answers(setup, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    backbone, tokenizer, _ = setup
+    file, out = tmp_path / "chats.jsonl", tmp_path / "answers.jsonl"
+    said = ["one", "FOREIGN", "two", "FOREIGN"]
+    chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    rows = [{"id": "c", "messages": chat}, {"id": "p", "prompt": "alone"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, _ = read_prompts(file, tokenizer, turns=None)
+    assert distill(backbone, tokenizer, prompts, out, max_new_tokens=6, top_logprobs=3) == 3
+    found = {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert set(found) == {"c", "p", "c#2"}
+    first, second = found["c"]["messages"], found["c#2"]["messages"]
+    assert second[:-1] == [*first, {"role": "user", "content": "two"}]
+    for row in found.values():
+        start = row["answer_start"]
+        asked = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True)["input_ids"]
+        assert row["input_ids"][:start] == asked
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            likely = backbone.model(ids).logits[0, start - 1 : -1].log_softmax(dim=-1).topk(3)
+        assert row["top_logprobs"]["ids"] == likely.indices.tolist()
+        torch.testing.assert_close(torch.tensor(row["top_logprobs"]["logprobs"]), likely.values, rtol=0, atol=1e-4)
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(line for line in lines if '"c#2"' not in line))
+    assert distill(backbone, tokenizer, prompts, out, max_new_tokens=6, top_logprobs=3) == 1
+    assert sorted(out.read_text().splitlines()) == sorted(line.strip() for line in lines)
+
+
+def test_a_prompt_beyond_the_context_is_recorded(setup, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    backbone, tokenizer, _ = setup
+    file, out = tmp_path / "x.jsonl", tmp_path / "answers.jsonl"
+    rows = [{"id": "long", "prompt": "x" * 600}, {"id": "short", "prompt": "x"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, _ = read_prompts(file, tokenizer)
+    assert distill(backbone, tokenizer, prompts, out, max_new_tokens=2) == 1
+    assert "the context 512" in failures_file(out).read_text()

@@ -1,31 +1,20 @@
 """Self-distillation: let the backbone answer the prompts, so that heads learn what it would really say."""
 
-import json
 import math
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from medusa.backbone import Backbone
 from medusa.progress import progress_bar
 
 from .answer import answer
-from .chat import Message, ReadReport, RowError, messages_of, read_jsonl
+from .answer_file import AnswerFile
 from .hidden_states import record, recording_directory
-from .rows import row_id
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One question to the backbone."""
-
-    id: str
-    messages: list[Message]
-    input_ids: list[int]
+from .prompts import Prompt, next_prompt
 
 
 @dataclass(frozen=True)
@@ -36,40 +25,7 @@ class DistillSettings:
     max_new_tokens: int
     chat_template: str
     recorded: bool
-
-
-def read_prompts(file: str | Path, tokenizer: Any, limit: int | None = None) -> tuple[list[Prompt], ReadReport]:
-    """Read prompts: rows with a `prompt`, or chats, of which the part before the first assistant turn is used.
-
-    Raises:
-        ValueError: no row can be used, or an id stands twice.
-    """
-    prompts: dict[str, Prompt] = {}
-    report = ReadReport()
-    for line, row in read_jsonl(file):
-        if limit is not None and len(prompts) >= limit:
-            break
-        try:
-            if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-                messages = [{"role": "user", "content": row["prompt"]}]
-            else:
-                messages = messages_of(row)
-                answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-                messages = messages[: answers[0]] if answers else messages
-        except RowError as error:
-            report.dropped.append((line, str(error)))
-            continue
-        name = row_id(row)
-        if name in prompts:
-            raise ValueError(
-                f"{file}, line {line}: id {name!r} stands twice; answers are kept by id, so give each its own"
-            )
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        prompts[name] = Prompt(name, messages, list(ids))
-        report.kept += 1
-    if not prompts:
-        raise ValueError(f"{file} holds no prompt: {report.summary()}")
-    return list(prompts.values()), report
+    top_logprobs: int
 
 
 def distill(
@@ -80,47 +36,72 @@ def distill(
     max_new_tokens: int = 512,
     batch_size: int = 16,
     recorded: bool = False,
+    top_logprobs: int = 0,
 ) -> int:
     """Answer the prompts greedily in batches and append the answers as they come; answered ids are skipped.
 
-    Every row of `out` holds the chat, its token ids as produced, and where the answer starts.
+    The turns of a chat are answered one after another, the earlier answers being the backbone's own. Every turn gives a
+    row of `out`: the chat so far, its token ids as produced, and where the answer starts. That is what serving sees,
+    also where a template renders earlier turns differently once others follow.
 
     Args:
         backbone: who answers.
         tokenizer: its tokenizer.
         prompts: what to answer.
-        out: JSONL file, created or continued.
+        out: JSONL file, created or continued. A prompt that leaves no room for an answer is named beside it.
         max_new_tokens: longest answer.
         batch_size: at most so many prompts are answered together, those of similar length.
         recorded: also record the hidden states of the answers, which the backbone computes anyway.
+        top_logprobs: also store the log-probabilities of the k likeliest tokens at every token of the answers.
 
     Returns:
-        How many prompts were answered now.
+        How many turns were answered now.
 
     Raises:
         ValueError: `out` was made with other settings.
     """
-    settings = DistillSettings(
-        str(backbone.model.config._name_or_path), max_new_tokens, str(tokenizer.chat_template), recorded
-    )
-    check_settings(out, settings)
+    name = str(backbone.model.config._name_or_path)
+    settings = DistillSettings(name, max_new_tokens, str(tokenizer.chat_template), recorded, top_logprobs)
     ends = end_tokens(backbone)
-    done = answered_ids(out)
-    missing = sorted((p for p in prompts if p.id not in done), key=lambda p: len(p.input_ids))
-    if not missing:
-        return 0
-    # Equal batches: a small last one would take nearly as long as a full one.
-    size = math.ceil(len(missing) / math.ceil(len(missing) / batch_size))
-    with progress_bar("answering", len(prompts), len(prompts) - len(missing)) as advance, out.open("a") as file:
-        for start in range(0, len(missing), size):
-            batch = missing[start : start + size]
-            answers, states = answer(backbone, [p.input_ids for p in batch], max_new_tokens, ends, advance)
-            if recorded:
-                record(recording_directory(out), {p.id: h for p, h in zip(batch, states, strict=True)})
-            file.writelines(_line(tokenizer, p, ids) for p, ids in zip(batch, answers, strict=True))
-            file.flush()
-            os.fsync(file.fileno())
-    return len(missing)
+    total = sum(1 + len(prompt.follow_ups) for prompt in prompts)
+    with AnswerFile(out, settings) as file, progress_bar("answering", total) as advance:
+        before = len(file.answered)
+        turn = prompts
+        while turn:
+            missing = [prompt for prompt in turn if prompt.row_id not in file.answered]
+            advance(len(turn) - len(missing))
+            for batch in batches(fitting(backbone, missing, file), batch_size):
+                answers, states = answer(backbone, [p.input_ids for p in batch], max_new_tokens, ends, advance)
+                if recorded:
+                    record(recording_directory(out), {p.row_id: h for p, h in zip(batch, states, strict=True)})
+                rows = [answer_row(tokenizer, p, ids) for p, ids in zip(batch, answers, strict=True)]
+                if top_logprobs:
+                    for row, hidden in zip(rows, states, strict=True):
+                        row["top_logprobs"] = likeliest(backbone, hidden, top_logprobs)
+                file.add(rows)
+            going_on = [prompt for prompt in turn if prompt.follow_ups and prompt.row_id in file.answered]
+            turn = [next_prompt(tokenizer, prompt, file.answered[prompt.row_id]) for prompt in going_on]
+        return len(file.answered) - before
+
+
+def fitting(backbone: Backbone, prompts: list[Prompt], file: AnswerFile) -> list[Prompt]:
+    """The prompts that leave room for an answer; the others are recorded as failures."""
+    longest = math.inf if backbone.context_length is None else backbone.context_length - 1
+    for prompt in prompts:
+        if len(prompt.input_ids) > longest:
+            file.fail(
+                prompt.row_id, f"the prompt has {len(prompt.input_ids)} tokens, the context {backbone.context_length}"
+            )
+    return [prompt for prompt in prompts if len(prompt.input_ids) <= longest]
+
+
+def batches(prompts: list[Prompt], batch_size: int) -> list[list[Prompt]]:
+    """Prompts by length in equal batches: a small last one would take nearly as long as a full one."""
+    if not prompts:
+        return []
+    ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))
+    size = math.ceil(len(ordered) / math.ceil(len(ordered) / batch_size))
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 def end_tokens(backbone: Backbone) -> set[int]:
@@ -130,44 +111,19 @@ def end_tokens(backbone: Backbone) -> set[int]:
     return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
 
-def _line(tokenizer: Any, prompt: Prompt, answer_ids: list[int]) -> str:
+def answer_row(tokenizer: Any, prompt: Prompt, answer_ids: list[int]) -> dict[str, Any]:
+    """The row of an answered turn."""
     text = tokenizer.decode(answer_ids, skip_special_tokens=True)
-    row = {
-        "id": prompt.id,
+    return {
+        "id": prompt.row_id,
         "messages": [*prompt.messages, {"role": "assistant", "content": text}],
         "input_ids": [*prompt.input_ids, *answer_ids],
         "answer_start": len(prompt.input_ids),
     }
-    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
-def check_settings(out: Path, settings: "DataclassInstance") -> None:
-    """Start `out`, or make sure that it holds the same kind of answers.
-
-    Raises:
-        ValueError: the settings that differ.
-    """
-    file = out.with_suffix(".settings.json")
-    if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(settings), indent=2) + "\n")
-        return
-    stored = json.loads(file.read_text()) if file.exists() else {}
-    different = [
-        f"{name} {stored.get(name)!r} instead of {value!r}"
-        for name, value in asdict(settings).items()
-        if stored.get(name) != value
-    ]
-    if different:
-        raise ValueError(f"{out} holds answers made with {'; '.join(different)}; choose another file, or remove it")
-
-
-def answered_ids(out: Path) -> set[str]:
-    """Ids in a file of answers. A last line that a crash tore is cut off the file."""
-    if not out.exists():
-        return set()
-    text = out.read_text(encoding="utf-8", errors="replace")
-    complete = text[: text.rfind("\n") + 1]
-    if complete != text:
-        out.write_text(complete, encoding="utf-8")
-    return {json.loads(line)["id"] for line in complete.split("\n") if line.strip()}
+@torch.inference_mode()
+def likeliest(backbone: Backbone, hidden: Tensor, count: int) -> dict[str, list[list[Any]]]:
+    """The likeliest tokens at every token of an answer, from its states [T, D]: ids and logprobs, [T, k] each."""
+    found = backbone.logits(hidden.to(backbone.lm_weight.device)).float().log_softmax(dim=-1).topk(count)
+    return {"ids": found.indices.tolist(), "logprobs": [[round(x, 5) for x in row] for row in found.values.tolist()]}
