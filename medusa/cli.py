@@ -12,6 +12,7 @@ from rich.text import Text
 from .cli_bench import bench
 from .cli_common import Checkpoint, Dtype, Json, fail, load, show
 from .cli_decoding import chat, generate
+from .cli_estimate import estimate
 from .cli_push import push
 from .cli_train import train
 from .cli_verify import verify
@@ -226,5 +227,5 @@ def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length
         console.print(text)
 
 
-for command in (train, verify, generate, chat, bench, push):
+for command in (train, verify, generate, chat, bench, push, estimate):
     app.command()(command)
