@@ -47,19 +47,28 @@ class TreeLayout:
             num_nodes: N. Rows with fewer are filled up with nodes that no walk reaches; their tokens must be -1.
             device: where to.
         """
-        depths = torch.zeros(len(parents), num_nodes, dtype=torch.long)
-        ranks = torch.zeros(len(parents), num_nodes, dtype=torch.long)
-        ancestors = torch.eye(num_nodes, dtype=torch.bool).repeat(len(parents), 1, 1)
         children: list[list[list[int]]] = []
-        for row, own in enumerate(parents):
+        ranks: list[list[int]] = []
+        padded: list[list[int]] = []
+        for own in parents:
             below: list[list[int]] = [[] for _ in range(num_nodes)]
+            rank = [0] * num_nodes
             for node, parent in enumerate(own, start=1):
-                depths[row, node] = depths[row, parent] + 1
-                ranks[row, node] = len(below[parent])
-                ancestors[row, node] |= ancestors[row, parent]
+                rank[node] = len(below[parent])
                 below[parent].append(node)
             children.append(below)
-        return cls(depths.to(device), ranks.to(device), ancestors.to(device), children, top_k=0)
+            ranks.append(rank)
+            padded.append(
+                [0, *own, *range(len(own) + 1, num_nodes)]
+            )  # the root and what fills up are their own parents
+        up = torch.tensor(padded)  # [R, N]
+        ancestors = torch.eye(num_nodes, dtype=torch.bool).repeat(len(parents), 1, 1)
+        reached, before = up, torch.full_like(up, -1)
+        while not torch.equal(reached, before):  # one level a turn, all nodes at once
+            ancestors.scatter_(2, reached[:, :, None], True)
+            reached, before = up.gather(1, reached), reached
+        depths = ancestors.sum(dim=2) - 1
+        return cls(depths.to(device), torch.tensor(ranks).to(device), ancestors.to(device), children, top_k=0)
 
     @property
     def num_nodes(self) -> int:

@@ -40,6 +40,11 @@ class Calibration:
         """K."""
         return len(self.powers)
 
+    def hits(self, log_confidence: Tensor) -> Tensor:
+        """Probability that each guess is right, [P, K, G], from the log-probabilities that the heads give them."""
+        powers, offsets = (log_confidence.new_tensor(values) for values in (self.powers, self.offsets))
+        return log_hit(log_confidence, powers, offsets).exp()
+
 
 def log_odds(log_confidence: Tensor) -> Tensor:
     """log(c / (1 - c)) from log c, any shape."""

@@ -147,6 +147,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     return entries
 
 
+def heads_config(entries: dict[str, Any], draft_vocab: tuple[int, ...] | None) -> MedusaConfig:
+    """The heads' architecture, from what config.json says and the draft vocabulary that lies beside the tensors."""
+    return MedusaConfig(
+        num_heads=entries["medusa_num_heads"],
+        num_layers=entries.get("medusa_num_layers", 1),
+        projection=entries.get("medusa_projection", "own"),
+        draft_vocab=draft_vocab,
+        root_conditioned=entries.get("medusa_root_conditioned", False),
+        sequential=entries.get("medusa_sequential", False),
+    )
+
+
 def read_heads(directory: Path) -> tuple[dict[str, Tensor], tuple[int, ...] | None]:
     """Read the heads' tensors, and the draft vocabulary where there is one.
 

@@ -1,6 +1,7 @@
 """What the commands of the command line share."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 Checkpoint = Annotated[str, typer.Argument(help="Directory or hub id of a Medusa checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of a table.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Data = Annotated[Path, typer.Option(help="JSONL file of held-out chats.")]
+MaxLength = Annotated[int, typer.Option(help="Cut chats after so many tokens.")]
+Recorded = Annotated[bool, typer.Option(help="Use the hidden states that `distill --record` left beside the data.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer.")]
 PackWeights = Annotated[
     bool | None, typer.Option(help="Packed half-precision weights on a CPU; unsaid: if faster here.")

@@ -23,16 +23,19 @@ from .backbone import Backbone
 from .checkpoint import (
     ADAPTER_FOLDER,
     BACKBONE_FOLDER,
+    CONFIG_FILE,
     HEADS_FILE,
     PROVENANCE_FILE,
     atomic_directory,
     check_tensors,
     fingerprint,
+    heads_config,
     read_config,
     read_heads,
     write_heads,
 )
 from .config import MedusaConfig
+from .formats import is_native, match_backbone, read_published
 from .heads import MedusaHeads
 from .tree_search import TREE_FILE, SearchedTree
 
@@ -127,20 +130,15 @@ class MedusaModel(nn.Module):
             ValueError: the checkpoint is missing, damaged or made for another backbone.
         """
         directory = local_directory(path_or_hub_id)
+        if not is_native(directory):
+            return cls._from_published(directory, dtype, device_map, backbone)
         entries = read_config(directory)
         tensors, draft_vocab = read_heads(directory)
         if backbone is None:
             own = directory / BACKBONE_FOLDER
             name = str(own) if own.is_dir() else entries.get("base_model_name_or_path")
             backbone = load_backbone(name, dtype, device_map)
-        config = MedusaConfig(
-            num_heads=entries["medusa_num_heads"],
-            num_layers=entries.get("medusa_num_layers", 1),
-            projection=entries.get("medusa_projection", "own"),
-            draft_vocab=draft_vocab,
-            root_conditioned=entries.get("medusa_root_conditioned", False),
-            sequential=entries.get("medusa_sequential", False),
-        )
+        config = heads_config(entries, draft_vocab)
         parts = Backbone(backbone)
         check_backbone(directory, entries, parts)
         if (directory / ADAPTER_FOLDER).is_dir():
@@ -149,6 +147,31 @@ class MedusaModel(nn.Module):
         check_tensors(directory / HEADS_FILE, tensors, model.heads.state_dict())
         model.heads.load_state_dict(tensors)
         model.limit_tokens(entries.get("tokenizer_size", parts.vocab_size))
+        if (directory / TREE_FILE).exists():
+            model.searched_tree = SearchedTree.load(directory)
+        return model
+
+    @classmethod
+    def _from_published(
+        cls,
+        directory: Path,
+        dtype: str | torch.dtype,
+        device_map: str | dict[str, Any] | None,
+        backbone: PreTrainedModel | None,
+    ) -> "MedusaModel":
+        """`from_pretrained` for heads that another project wrote."""
+        found = read_published(directory)
+        if backbone is None and not found.base_model:
+            raise ValueError(
+                f"{directory} does not say whose heads it holds (base_model_name_or_path in {CONFIG_FILE}); pass "
+                "`backbone=`"
+            )
+        if backbone is None:
+            backbone = load_backbone(found.base_model, dtype, device_map)
+        model = cls.attach(backbone, found.config)
+        tensors = match_backbone(found.tensors, model.heads.state_dict(), directory)
+        check_tensors(directory, tensors, model.heads.state_dict())
+        model.heads.load_state_dict(tensors)
         if (directory / TREE_FILE).exists():
             model.searched_tree = SearchedTree.load(directory)
         return model

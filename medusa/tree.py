@@ -3,6 +3,7 @@
 N nodes; node 0 is the root, a node's parent stands before it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,20 +30,24 @@ class CandidateTree:
         Raises:
             ValueError: a path is empty, repeated, has a negative rank, or its parent is missing.
         """
-        nodes = [tuple(int(rank) for rank in path) for path in paths]
-        for path in nodes:
+        counts = Counter(tuple(int(rank) for rank in path) for path in paths)
+        for path, count in counts.items():
             if not path or min(path) < 0:
                 raise ValueError(f"tree path {path} must hold at least one rank, and ranks start at 0")
-            if len(path) > 1 and path[:-1] not in nodes:
+            if len(path) > 1 and path[:-1] not in counts:
                 raise ValueError(f"tree path {path} has no parent: add {path[:-1]}")
-            if nodes.count(path) > 1:
+            if count > 1:
                 raise ValueError(f"tree path {path} stands twice; every node must be there once")
-        return cls(tuple(sorted(nodes, key=lambda path: (len(path), path))))
+        return cls(tuple(sorted(counts, key=lambda path: (len(path), path))))
 
     @classmethod
     def chain(cls, depth: int) -> "CandidateTree":
         """The best guess of each of the first `depth` heads, one after the other."""
         return cls.from_paths([(0,) * length for length in range(1, depth + 1)])
+
+    def cut(self, depth: int) -> "CandidateTree":
+        """Without the nodes below `depth`."""
+        return CandidateTree(tuple(path for path in self.paths if len(path) <= depth))
 
     @property
     def num_nodes(self) -> int:

@@ -55,7 +55,8 @@ def tree_svg(tree: CandidateTree, probabilities: Mapping[Path, float]) -> str:
             f'<circle cx="{x}" cy="{y:g}" r="{RADIUS}" fill="{NODE_COLOR}" fill-opacity="{opacity(path, share):.2f}" '
             f'stroke="{NODE_COLOR}"/>'
             f'<text x="{x}" y="{y + 4:g}" text-anchor="middle">{rank_label(path)}</text>'
-            f'<text x="{x + RADIUS + 4}" y="{y + 4:g}">{share_label(share)}</text></g>'
+            f'<text x="{x + RADIUS + 4}" y="{y + 4:g}" stroke="white" stroke-width="3" paint-order="stroke">'
+            f"{share_label(share)}</text></g>"
         )
     heads = [
         f'<text x="{MARGIN + column * COLUMN}" y="{MARGIN}" text-anchor="middle" font-weight="bold">{name}</text>'
@@ -96,7 +97,9 @@ def save_png(tree: CandidateTree, probabilities: Mapping[Path, float], file: Fil
         axes.scatter(column, row, s=170, color="white", zorder=2)
         axes.scatter(column, row, s=170, color=NODE_COLOR, alpha=opacity(path, share), zorder=2)
         axes.text(column, row, rank_label(path), ha="center", va="center", fontsize=8, zorder=3)
-        axes.text(column + 0.12, row, share_label(share), va="center", fontsize=8, zorder=3)
+        if share is not None:
+            halo = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axes.text(column + 0.12, row, share_label(share), va="center", fontsize=8, zorder=3, bbox=halo)
     axes.set_xticks(range(tree.depth + 1), column_names(tree))
     axes.xaxis.tick_top()
     axes.set(xlim=(-0.3, tree.depth + 0.6), ylim=(rows + 0.7, -0.7), yticks=[])

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from prompt_file import OWN_PROMPTS, encode, read_questions
+from prompt_file import OWN_PROMPTS, read_prompts
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -85,8 +85,7 @@ def main() -> None:
     tokenizer, own = load_tokenizer(arguments.model), load_tokenizer(arguments.draft)
     counts: list[Any] = [int(k) if k != "auto" else k for k in arguments.drafts]
     decoders = [MedusaDecoder(target, proposer=DraftModel(draft, k, tokenizers=(tokenizer, own))) for k in counts]
-    questions = read_questions(arguments.prompts, arguments.per_category)
-    prompts = [encode(tokenizer, question)[0] for question in questions]
+    prompts = read_prompts(arguments.prompts, arguments.per_category, tokenizer)
     plain: list[float] = []
     runs: list[list[tuple[float, DraftStats]]] = [[] for _ in counts]
     with progress_bar("decoding", len(prompts)) as advance:

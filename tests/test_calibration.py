@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from medusa.calibration import Calibration, fit_calibration, log_hit, log_odds
-from medusa.tree_search import MISS, TREE_FILE, SearchedTree, search_tree, search_tree_for_decoding, visited_positions
+from medusa.tree_search import (
+    MISS,
+    TREE_FILE,
+    SearchedTree,
+    count_gains,
+    search_tree,
+    search_tree_for_decoding,
+    visited_positions,
+)
 
 TRUE = Calibration((0.6, 1.0, 1.4), (-1.0, 0.0, 0.5))
 
@@ -63,8 +71,22 @@ def test_only_visited_positions_count() -> None:
     searched = search_tree_for_decoding(ranks, ends, 16, log_confidence)
     visited = visited_positions(ranks, ends, searched.best(16))
     assert 0 < int(visited.sum()) < 300
-    assert searched.calibration == fit_calibration(log_confidence[visited], ranks[visited])
-    assert replace(searched, calibration=None) == search_tree_for_decoding(ranks, ends, 16)
+    calibration = fit_calibration(log_confidence[visited], ranks[visited])
+    assert searched.calibration == calibration
+    chosen = search_tree(ranks[visited], 16, calibration.hits(log_confidence[visited]))
+    assert searched.paths == chosen.paths
+    assert searched.gains == count_gains(chosen.paths, ranks[visited])
+
+
+def test_confidence_chooses_better_nodes_than_few_counts() -> None:
+    """Data whose true rates are known: the tree that 150 positions choose, judged on 20,000."""
+    log_confidence, ranks = synthetic(20_150)
+    few, many = slice(150), slice(150, None)
+    ends = torch.arange(150) % 50 == 49
+    by_confidence = search_tree_for_decoding(ranks[few], ends, 9, log_confidence[few])
+    by_counts = search_tree_for_decoding(ranks[few], ends, 9)
+    found = [sum(count_gains(tree.best(9).paths, ranks[many])) for tree in (by_confidence, by_counts)]
+    assert found[0] > found[1] * 1.005
 
 
 def test_round_trip_and_files_from_before(tmp_path: Path) -> None:

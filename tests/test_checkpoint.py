@@ -335,7 +335,7 @@ def test_config_that_is_not_text(saved: Path) -> None:
         MedusaModel.from_pretrained(saved)
 
 
-@pytest.mark.parametrize("text", ["[]", "3", '"medusa"', "{}"])
+@pytest.mark.parametrize("text", ["[]", "3", '"medusa"'])
 def test_config_of_something_else(saved: Path, text: str) -> None:
     (saved / CONFIG_FILE).write_text(text)
     with pytest.raises(ValueError, match="holds no Medusa heads"):
@@ -343,7 +343,7 @@ def test_config_of_something_else(saved: Path, text: str) -> None:
 
 
 def test_directory_of_a_plain_model(backbone: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match=r"holds no Medusa heads \(model_type 'llama'\).*attach"):
+    with pytest.raises(ValueError, match=r"holds no Medusa heads.*attach"):
         MedusaModel.from_pretrained(backbone.config._name_or_path)
 
 
@@ -376,6 +376,12 @@ def test_config_entries_of_the_wrong_kind(saved: Path, entry: str, value: object
 def test_missing_files_are_named(saved: Path, name: str) -> None:
     (saved / name).unlink()
     with pytest.raises(ValueError, match=name):
+        MedusaModel.from_pretrained(saved)
+
+
+def test_config_that_says_nothing(saved: Path) -> None:
+    (saved / CONFIG_FILE).write_text("{}")
+    with pytest.raises(ValueError, match="does not say whose heads"):
         MedusaModel.from_pretrained(saved)
 
 

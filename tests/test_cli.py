@@ -82,7 +82,7 @@ def test_same_training_command_again_does_nothing_new(workspace: Path) -> None:
     ("arguments", "message"),
     [
         (["eval", "absent", "--data", "answers.jsonl"], "'absent' is neither a directory nor a repository"),
-        (["eval", "model", "--data", "answers.jsonl"], "holds no Medusa heads (model_type 'llama')"),
+        (["eval", "model", "--data", "answers.jsonl"], "holds no Medusa heads"),
         (["eval", "run/final", "--data", "absent.jsonl"], "there is no data file"),
         (["eval", "run/final", "--data", "answers.jsonl", "--dtype", "int8"], "dtype is 'int8'; allowed: auto"),
         (["eval", "run/final", "--data", "prompts.jsonl"], "neither 'messages' nor 'conversations'"),

@@ -31,7 +31,7 @@ ACCELERATE = Path(__file__).parent.parent / "configs" / "accelerate"
 def test_accuracy_and_what_it_is_where_the_heads_before_were_right() -> None:
     ranks = torch.tensor([[0, 0, 0], [0, 1, 0], [0, MISS, 0], [3, 0, 0], [0, 0, MISS]])
     targets = torch.tensor([[5, 5, 5], [5, 5, 5], [5, 5, 5], [5, 5, 5], [5, 5, IGNORE]])
-    found = accuracy(Judged(ranks, targets, torch.zeros(5, 3, 10)))
+    found = accuracy(Judged(ranks, targets, torch.zeros(5, 3, 10), torch.zeros(5, 3, 10), torch.zeros(5, 0, 3, 10)))
     assert found.top1 == [0.8, 0.6, 1.0]
     assert found.conditional_top1 == [0.8, 0.5, 1.0]  # head 1: of rows 0, 1, 2, 4; head 2: of row 0
     assert found.conditional_top5 == [1.0, 0.8, 1.0]

@@ -14,8 +14,10 @@ from medusa.tree_search import (
     TREE_FILE,
     TYPICAL_NODES,
     SearchedTree,
+    rate_tree,
     search_tree,
     search_tree_for_decoding,
+    visited_positions,
 )
 
 RANKS = range(2)
@@ -172,3 +174,69 @@ def test_expected_tokens_per_step_are_those_of_a_decoder() -> None:
     assert searched.tokens_per_step(TYPICAL_NODES) == pytest.approx(tokens / steps)
     everywhere = search_tree(torch.cat(answers)[~ends], max_nodes=40)
     assert everywhere.tokens_per_step(TYPICAL_NODES) > searched.tokens_per_step(TYPICAL_NODES) + 0.1
+
+
+def random_acceptance(seed: int) -> Tensor:
+    """[40, 3, 2] probabilities of both guesses."""
+    return torch.rand(40, 3, 3, generator=torch.Generator().manual_seed(seed)).softmax(dim=-1)[..., :2]
+
+
+def slow_gain(path: tuple[int, ...], ranks: Tensor, acceptance: Tensor) -> float:
+    """The product of each guess's mean probability where the path before it was right."""
+    gain = 1.0
+    for k, rank in enumerate(path):
+        there = [row for row in range(len(ranks)) if ranks[row, :k].tolist() == list(path[:k])]
+        gain *= sum(float(acceptance[row, k, rank]) for row in there) / max(len(there), 1)
+    return gain
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_above_temperature_zero_every_prefix_is_the_best_tree_too(seed: int) -> None:
+    ranks, acceptance = random_ranks(seed), random_acceptance(seed)
+    searched = search_tree(ranks, 16, acceptance)
+    gains = {path: slow_gain(path, ranks, acceptance) for path in PATHS}
+    assert dict(zip(searched.paths, searched.gains, strict=True)) == pytest.approx(
+        {path: gains[path] for path in searched.paths}
+    )
+    for size in range(1, 6):
+        best = max(
+            1 + sum(gains[path] for path in paths)
+            for paths in itertools.combinations(PATHS, size - 1)
+            if all(len(path) == 1 or path[:-1] in paths for path in paths)
+        )
+        assert searched.tokens_per_step(size) == pytest.approx(best)
+
+
+def test_a_given_tree_is_rated_as_the_search_rates_it() -> None:
+    ranks, ends = random_ranks(3), torch.zeros(40, dtype=torch.bool)
+    ends[-1] = True
+    tree = CandidateTree.from_paths([(0,), (1,), (0, 1), (5,), (5, 0)])
+    rated = rate_tree(tree, ranks, ends)
+    steps = ranks[visited_positions(ranks, ends, tree)]
+    assert rated.positions == len(steps)
+    assert rated.tokens_per_step(6) == pytest.approx(slow_tokens_per_step(tree.paths, steps))
+    assert rated.best(6) == tree
+    assert rated.gains[-2:] == (0, 0)  # the nodes that were never right stand last
+    warm = rate_tree(tree, ranks, ends, random_acceptance(3))
+    expected = slow_gain((0, 1), steps, random_acceptance(3)[visited_positions(ranks, ends, tree)])
+    assert dict(zip(warm.paths, warm.gains, strict=True))[0, 1] == pytest.approx(expected)
+
+
+def test_few_steps_leave_the_sure_nodes() -> None:
+    ranks = random_ranks(0)
+    searched = search_tree(ranks, 64)
+    cautious = searched.cautious()
+    assert 0 < len(cautious.paths) < len(searched.paths)
+    assert all(gain * 40 > 2.5 for gain in cautious.gains)
+    assert all(gain * 40 < 2.5 for gain in searched.gains[len(cautious.paths) :])
+    many = search_tree(ranks.repeat(13, 1), 64)
+    assert many.cautious() == many
+
+
+def test_uncertainty_is_that_of_the_mean() -> None:
+    ranks = random_ranks(4)
+    searched = search_tree(ranks, 8)
+    lengths = torch.tensor([slow_tokens_per_step(searched.best(8).paths, row[None]) for row in ranks])
+    expected = 1.96 * float(lengths.std(correction=0)) / 40**0.5
+    assert searched.uncertainty(8) == pytest.approx(expected, rel=1e-3)
+    assert searched.uncertainty(1) == 0

@@ -1,0 +1,235 @@
+"""Read heads that other projects wrote. What a checkpoint is, its tensors' names say; its config.json only adds facts.
+
+K heads, L residual blocks of each.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint import CONFIG_FILE
+from .config import MedusaConfig
+from .weight_files import head_tensors, weight_files
+
+BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+PROJECTION = re.compile(r"(\d+)\.(\d+)\.weight")
+
+
+@dataclass(frozen=True)
+class PublishedHeads:
+    """Heads under the names that native checkpoints use."""
+
+    format: str
+    """reference; full model; vllm; modelopt; tensorrt-llm."""
+    config: MedusaConfig
+    tensors: dict[str, Tensor]
+    base_model: str | None
+    """Where their backbone is, if the checkpoint says so."""
+
+
+def is_native(directory: Path) -> bool:
+    """Whether to read a checkpoint as this project's own: it says so, or it holds nothing else that could be heads."""
+    file = directory / CONFIG_FILE
+    return (file.is_file() and b'"medusa_format_version"' in file.read_bytes()) or not weight_files(directory)
+
+
+def read_published(directory: Path) -> PublishedHeads:
+    """Read the heads of a checkpoint that is not native.
+
+    Raises:
+        ValueError: there are no heads, they are damaged or incomplete, or of a kind that cannot be decoded here.
+    """
+    entries = _entries(directory)
+    found = head_tensors(directory)
+    names = set(found)
+    if any(name.startswith(("hydra_mlp.", "hydra_lm_head.")) for name in names):
+        raise ValueError(
+            f"{directory} holds heads of the Hydra repository. They see token embeddings as the backbone has them, the "
+            "sequential heads here at unit size, so the weights would give other guesses; train sequential heads "
+            "instead (configs/hydra.yaml)"
+        )
+    rename, kind = _renaming(names, directory)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        new = rename(name)
+        if new is None:
+            continue
+        if new in tensors:
+            raise ValueError(f"{directory}: two tensors are {new} of the heads, the second is {name}")
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{directory}: tensor {name} holds NaN or infinity")
+        tensors[new] = tensor
+    num_heads, num_layers, projection = _count(tensors, directory)
+    _compare_counts(directory, entries, num_heads, num_layers)
+    if kind == "vllm":
+        _give_every_head_its_projection(tensors, found, num_heads, num_layers)
+        projection = "own" if f"0.{num_layers}.weight" in tensors else "shared"
+    draft_vocab = _sort_draft_vocab(tensors, found.get("token_map"), num_heads, num_layers)
+    for k in range(num_heads):  # vLLM's format may leave the biases out
+        for layer in range(num_layers):
+            weight = tensors[f"{k}.{layer}.linear.weight"]
+            tensors.setdefault(f"{k}.{layer}.linear.bias", weight.new_zeros(len(weight)))
+    config = MedusaConfig(num_heads=num_heads, num_layers=num_layers, projection=projection, draft_vocab=draft_vocab)
+    base = entries.get("base_model_name_or_path")
+    return PublishedHeads(kind, config, tensors, str(directory) if kind == "full model" else base)
+
+
+def _entries(directory: Path) -> dict[str, Any]:
+    """config.json, which such checkpoints may lack."""
+    file = directory / CONFIG_FILE
+    if not file.is_file():
+        return {}
+    try:
+        entries = json.loads(file.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not JSON ({error}); the checkpoint is damaged") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{directory} holds no Medusa heads: its {CONFIG_FILE} has no entries")
+    return entries
+
+
+def _renaming(names: set[str], directory: Path) -> tuple[Callable[[str], str | None], str]:
+    """How a format's names become native ones (None: a tensor that is no head's), and what the format is called."""
+    for prefix, kind in (("medusa_head.", "full model"), ("medusa_heads.", "modelopt")):
+        rename = partial(_without, prefix)
+        if any(BLOCK.fullmatch(rename(name) or "") for name in names):
+            return rename, kind
+    if any(re.fullmatch(r"medusa_heads\.\d+\.medusa_layers\.\d+\.linear\.weight", name) for name in names):
+        layers = _layers(names, r"medusa_heads\.0\.medusa_layers\.(\d+)\.linear\.weight")
+        return lambda name: _from_tensorrt(name, layers), "tensorrt-llm"
+    if any(name.removeprefix("medusa_heads.").startswith("blocks.") for name in names):
+        layers = _layers(names, r"(?:medusa_heads\.)?blocks\.0\.layers\.(\d+)\.weight")
+        return lambda name: _from_vllm(name.removeprefix("medusa_heads."), layers), "vllm"
+    if any(BLOCK.fullmatch(name) for name in names):
+        return lambda name: name if BLOCK.fullmatch(name) or PROJECTION.fullmatch(name) else None, "reference"
+    shown = ", ".join(sorted(names)[:4]) or "those of a backbone"
+    raise ValueError(
+        f"{directory} holds no Medusa heads of a known format, its tensors are {shown}; if it is a backbone, load it "
+        "with AutoModelForCausalLM and use MedusaModel.attach"
+    )
+
+
+def _without(prefix: str, name: str) -> str | None:
+    return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+
+def _layers(names: set[str], pattern: str) -> int:
+    """L, from the names of the first head's blocks."""
+    return len({match[1] for name in names if (match := re.fullmatch(pattern, name))})
+
+
+def _from_vllm(name: str, layers: int) -> str | None:
+    if match := re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", name):
+        return f"{match[1]}.{match[2]}.linear.{match[3]}"
+    if match := re.fullmatch(r"lm_heads\.(\d+)\.weight", name):
+        return f"{match[1]}.{layers}.weight"
+    return None
+
+
+def _from_tensorrt(name: str, layers: int) -> str | None:
+    if match := re.fullmatch(r"medusa_heads\.(\d+)\.medusa_layers\.(\d+)\.linear\.(weight|bias)", name):
+        return f"{match[1]}.{match[2]}.linear.{match[3]}"
+    if match := re.fullmatch(r"medusa_heads\.(\d+)\.lm_head\.weight", name):
+        return f"{match[1]}.{layers}.weight"
+    return None
+
+
+def _count(tensors: dict[str, Tensor], directory: Path) -> tuple[int, int, str]:
+    """K, L and where the projections are.
+
+    Raises:
+        ValueError: a head or a part of one is missing.
+    """
+    blocks = {(int(m[1]), int(m[2])) for name in tensors if (m := BLOCK.fullmatch(name)) and m[3] == "weight"}
+    projections = {int(m[1]) for name in tensors if (m := PROJECTION.fullmatch(name))}
+    num_heads = 1 + max(k for k, _ in blocks)
+    num_layers = 1 + max(layer for _, layer in blocks)
+    missing = [f"{k}.{j}.linear.weight" for k in range(num_heads) for j in range(num_layers) if (k, j) not in blocks]
+    if projections:
+        missing += [f"{k}.{num_layers}.weight" for k in range(num_heads) if k not in projections]
+    if missing:
+        raise ValueError(
+            f"{directory} holds {num_heads} heads of {num_layers} blocks, but lacks {', '.join(missing)}; copy or "
+            "download it again"
+        )
+    extra = sorted(projections - set(range(num_heads)))
+    if extra:
+        raise ValueError(f"{directory} holds projections of heads {extra}, which have no blocks; download it again")
+    return num_heads, num_layers, "own" if projections else "shared"
+
+
+def _compare_counts(directory: Path, entries: dict[str, Any], num_heads: int, num_layers: int) -> None:
+    """Say where config.json and the tensors disagree: such configurations were published, the tensors count."""
+    for said, found in (
+        (("medusa_num_heads", "num_heads"), num_heads),
+        (("medusa_num_layers", "num_hidden_layers"), num_layers),
+    ):
+        own = said if entries.get("model_type", "medusa") == "medusa" else said[:1]  # others are the backbone's
+        for key in own:
+            if key in entries and entries[key] != found:
+                warnings.warn(
+                    f"{directory / CONFIG_FILE} says {key} {entries[key]}, but there are {found}; the tensors count",
+                    stacklevel=4,
+                )
+
+
+def _give_every_head_its_projection(
+    tensors: dict[str, Tensor], found: dict[str, Tensor], num_heads: int, num_layers: int
+) -> None:
+    """vLLM's format may hold one LM head for all, which need not be the backbone's."""
+    shared = found.get("lm_head.weight")
+    if shared is not None and f"0.{num_layers}.weight" not in tensors:
+        tensors |= {f"{k}.{num_layers}.weight": shared for k in range(num_heads)}
+
+
+def _sort_draft_vocab(
+    tensors: dict[str, Tensor], token_map: Tensor | None, num_heads: int, num_layers: int
+) -> list[int] | None:
+    """Put the projections' rows in the order of their token ids; returns these."""
+    if token_map is None:
+        return None
+    ids, order = token_map.long().sort()
+    for k in range(num_heads):
+        name = f"{k}.{num_layers}.weight"
+        tensors[name] = tensors[name][order]
+    return [int(token) for token in ids]
+
+
+def match_backbone(tensors: dict[str, Tensor], expected: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
+    """What the heads of this backbone load.
+
+    Args:
+        tensors: of `PublishedHeads`.
+        expected: what the heads have on this backbone.
+        source: where they came from.
+
+    Raises:
+        ValueError: they are of another size: a padded vocabulary and a transposed weight are called that.
+    """
+    ready = dict(tensors)
+    for name, tensor in expected.items():
+        if name.endswith(".bias") and name not in ready and ".linear." not in name:
+            ready[name] = torch.zeros_like(tensor)  # published projections have none, whatever the LM head has
+        stored = ready.get(name)
+        if stored is None or stored.shape == tensor.shape:
+            continue
+        if stored.shape == tensor.shape[::-1]:
+            raise ValueError(f"{source}: {name} has shape {tuple(stored.shape)}: it is transposed; store {name}.T")
+        if stored.shape[1:] == tensor.shape[1:]:
+            raise ValueError(
+                f"{source}: {name} has {len(stored)} rows, but the backbone's LM head has {len(tensor)}: the "
+                "vocabulary was padded or extended; use the backbone that the heads were trained on"
+            )
+        raise ValueError(
+            f"{source}: {name} has shape {tuple(stored.shape)}, this backbone needs {tuple(tensor.shape)}; use the "
+            "backbone that the heads were trained on"
+        )
+    return ready
