@@ -10,6 +10,7 @@ from .cli_bench import bench
 from .cli_common import Checkpoint, Data, Dtype, Json, MaxLength, Recorded, fail, load, show
 from .cli_decoding import chat, generate
 from .cli_distill import distill
+from .cli_estimate import estimate
 from .cli_export import export
 from .cli_inspect import inspect
 from .cli_push import push
@@ -82,5 +83,5 @@ def merge(
     show(as_json, figures, ["", ""], [[name, f"{value:.6f}"] for name, value in figures.items()], str(out))
 
 
-for command in (train, distill, tree, simulate, inspect, verify, generate, chat, bench, push, export):
+for command in (train, distill, tree, simulate, inspect, verify, generate, chat, bench, push, export, estimate):
     app.command()(command)
