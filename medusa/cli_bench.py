@@ -41,11 +41,12 @@ def bench(
     longest: Annotated[int, typer.Option(min=1, help="Leave out prompts of more tokens.")] = 1024,
     repeats: Annotated[int, typer.Option(min=1, help="Ask everything so often.")] = 1,
     dtype: Dtype = "auto",
-    out: Annotated[Path | None, typer.Option(help="Also write bench.json and bench.md into this directory.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write bench.json, bench.md, report.html there.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare ways to decode greedily: tokens per step, tokens per second, latencies, by category of questions."""
     from medusa.inference.bench import run_bench
+    from medusa.inference.bench_html import html_report
     from medusa.inference.bench_summary import (
         OVERALL_COLUMNS,
         category_rows,
@@ -91,6 +92,7 @@ def bench(
     facts = _facts(model, checkpoint, questions, decoder)
     if out is not None:
         write_report(out, found, summaries, facts)
+        (out / "report.html").write_text(html_report(found, summaries, facts), encoding="utf-8")
     if as_json:
         print(json.dumps(to_json(found, summaries, facts)))
         return

@@ -198,3 +198,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert figures["questions"] == "questions.jsonl"
     assert json.loads((tmp_path / "out" / "bench.json").read_text())["failures"] == {}
     assert "| maths |" in (tmp_path / "out" / "bench.md").read_text()
+    assert "combined" in (tmp_path / "out" / "report.html").read_text()
