@@ -106,7 +106,7 @@ def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length
     tokens = sum(len(row.input_ids) for row in loaded)
     figures = {
         "rows": report.kept,
-        "dropped": [{"line": line, "reason": reason} for line, reason in report.dropped],
+        "dropped": [{"place": place, "reason": reason} for place, reason in report.dropped],
         "tokens": tokens,
         "learned_tokens": learned,
         "learned_text": [

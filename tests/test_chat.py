@@ -36,7 +36,7 @@ def test_mixed_file_keeps_what_it_can_and_names_the_rest(tmp_path: Path) -> None
         {"messages": []},
         "{broken",
         {"messages": [{"role": "user", "content": "no answer"}]},
-        {"text": "neither"},
+        {"words": "neither"},
         {"messages": [{"role": "robot", "content": "x"}]},
         [1, 2],
     )
@@ -45,13 +45,13 @@ def test_mixed_file_keeps_what_it_can_and_names_the_rest(tmp_path: Path) -> None
     learned = [tokenizer.decode([label for label in row.labels if label != IGNORE]) for row in rows]
     assert learned == ["HELLO World<|im_end|>", "a<|im_end|>", "b<|im_end|>"]
     assert "welcome" not in tokenizer.decode(rows[1].input_ids)
-    assert [line for line, _ in report.dropped] == [4, 5, 6, 7, 8, 9]
+    assert [place for place, _ in report.dropped] == [f"line {line}" for line in range(4, 10)]
     reasons = dict(report.dropped)
-    assert "'messages'" in reasons[4]
-    assert "not JSON" in reasons[5]
-    assert "no assistant turn" in reasons[6]
-    assert "text" in reasons[7]
-    assert "'robot'" in reasons[8]
+    assert "'messages'" in reasons["line 4"]
+    assert "not JSON" in reasons["line 5"]
+    assert "no assistant turn" in reasons["line 6"]
+    assert "words" in reasons["line 7"]
+    assert "'robot'" in reasons["line 8"]
     assert report.summary().startswith("3 rows kept, 6 dropped (line 4:")
 
 
@@ -83,7 +83,7 @@ def test_answer_beyond_the_cut_is_dropped_with_a_reason(tmp_path: Path) -> None:
     short = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * 50}]}
     rows, report = load_rows(write(tmp_path / "x.jsonl", long, short), byte_tokenizer(), max_length=40)
     assert len(rows[0].input_ids) == len(rows[0].labels) == 40
-    assert report.dropped[0][0] == 1
+    assert report.dropped[0][0] == "line 1"
     assert "first 40 tokens" in report.dropped[0][1]
 
 

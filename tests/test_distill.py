@@ -96,7 +96,7 @@ def test_prompts_of_every_shape(setup, tmp_path: Path) -> None:  # type: ignore[
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts, report = read_prompts(file, tokenizer)
     assert [[m["content"] for m in prompt.messages] for prompt in prompts] == [["p"], ["a"], ["d"]]
-    assert [line for line, _ in report.dropped] == [4]
+    assert [place for place, _ in report.dropped] == ["line 4"]
     file.write_text('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n')
     with pytest.raises(ValueError, match="line 2: id '1' stands twice"):
         read_prompts(file, tokenizer)

@@ -5,6 +5,7 @@ if __name__ == "train":
 
 from .config import TrainConfig
 from .config_file import load_config
+from .dry_run import dry_run
 from .loop import train
 
-__all__ = ["TrainConfig", "load_config", "train"]
+__all__ = ["TrainConfig", "dry_run", "load_config", "train"]

@@ -1,4 +1,4 @@
-"""Read chats: one JSON object a line, in any of a few shapes, to lists of messages."""
+"""Rows of data, in any of a few shapes, to lists of messages."""
 
 import json
 from collections.abc import Iterator
@@ -6,16 +6,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""`role` and `content`, and whatever else the chat template reads: `tool_calls`, `reasoning_content`, ..."""
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
     "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
     "system": "system",
 }
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class RowError(ValueError):
@@ -27,13 +30,13 @@ class ReadReport:
     """What became of a file's rows."""
 
     kept: int = 0
-    dropped: list[tuple[int, str]] = field(default_factory=list)
-    """Line number and reason."""
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    """Where the row stands, and the reason."""
 
     def summary(self) -> str:
         """One line, with the first reasons."""
         text = f"{self.kept} rows kept, {len(self.dropped)} dropped"
-        reasons = "; ".join(f"line {line}: {reason}" for line, reason in self.dropped[:3])
+        reasons = "; ".join(f"{place}: {reason}" for place, reason in self.dropped[:3])
         return text + (f" ({reasons}{'; ...' if len(self.dropped) > 3 else ''})" if reasons else "")
 
 
@@ -89,7 +92,7 @@ def messages_of(row: Any) -> list[Message]:
         ]
     else:
         raise RowError(f"the row has neither 'messages' nor 'conversations'; its fields: {', '.join(row) or 'none'}")
-    system = [message for message in messages[:1] if message["role"] == "system"]
+    system = [message for message in messages[:1] if message["role"] in ("system", "developer")]
     turns = messages[len(system) :]
     while turns and turns[0]["role"] != "user":
         turns = turns[1:]
@@ -118,7 +121,28 @@ def _message(turn: Any, role_field: str, text_field: str, where: str) -> Message
     role, text = turn[role_field], turn[text_field]
     role = SHAREGPT_ROLES.get(role) if role_field == "from" else role
     if role not in ROLES:
-        raise RowError(f"unknown role {turn[role_field]!r} in '{where}'; known: {', '.join(SHAREGPT_ROLES)}")
-    if not isinstance(text, str):
+        known = SHAREGPT_ROLES if role_field == "from" else ROLES
+        raise RowError(f"unknown role {turn[role_field]!r} in '{where}'; known: {', '.join(known)}")
+    if not isinstance(text, str) and not (text is None and turn.get("tool_calls")):
         raise RowError(f"'{text_field}' in '{where}' must be text, this is {type(text).__name__}")
-    return {"role": role, "content": text}
+    if role_field == "from":
+        return {"role": role, "content": text}
+    # A table gives every turn all fields, null where a turn has none.
+    others = {name: value for name, value in turn.items() if name not in ("role", "content") and value is not None}
+    return {"role": role, "content": text, **others}
+
+
+def tools_of(row: dict[str, Any]) -> list[Any] | None:
+    """The functions that the assistant could call, for the chat template; tables often hold them as JSON text.
+
+    Raises:
+        RowError: they are no list.
+    """
+    tools = row.get("tools")
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except json.JSONDecodeError as error:
+        raise RowError(f"'tools' is text that is not JSON ({error})") from error
+    if tools is not None and not isinstance(tools, list):
+        raise RowError(f"'tools' must be a list, this is {type(tools).__name__}")
+    return tools or None

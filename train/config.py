@@ -8,6 +8,7 @@ MIXED_PRECISION = ("none", "bf16")
 QUANTIZATION = ("none", "8bit", "4bit")
 JOINT_METHODS = ("none", "lora", "full", "last_layers")
 BACKBONE_LOSSES = ("data", "teacher")
+ON_ERROR = ("drop", "stop")
 WEIGHT_SCHEDULES = ("constant", "linear", "sine")
 
 
@@ -43,11 +44,13 @@ class DataSection:
     """Chats to learn from."""
 
     train: str = ""
-    """JSONL file."""
+    """A file (JSONL, JSON, Parquet, Arrow, CSV), a folder or a glob of such, or a dataset: hub:USER/NAME:SPLIT."""
     eval: str | None = None
-    """JSONL file of held-out chats; the heads' accuracy on it is measured at the end."""
+    """Held-out chats, likewise; the heads' accuracy on them is measured at the end."""
     max_length: int = 2048
     """Cut rows after so many tokens."""
+    on_error: str = "drop"
+    """What a row that cannot be used does: drop (it is left out and reported) or stop."""
     recorded: bool = False
     """Use the hidden states that `medusa distill --record` left beside the data instead of running the backbone."""
 
@@ -221,6 +224,7 @@ class TrainConfig:
                 raise ValueError(f"{key} is {share}; it must be from 0 to 1")
         for key, text, allowed in (
             ("backbone.dtype", self.backbone.dtype, DTYPES),
+            ("data.on_error", self.data.on_error, ON_ERROR),
             ("backbone.quantization", self.backbone.quantization, QUANTIZATION),
             ("optimization.mixed_precision", optimization.mixed_precision, MIXED_PRECISION),
             ("joint.method", joint.method, JOINT_METHODS),

@@ -29,7 +29,7 @@ from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates,
 from .joint import start_joint, take_joint_step
 from .metrics import measure, step_metrics
 from .provenance import provenance
-from .rows import load_rows, prompts_of
+from .rows import coverage, load_rows, prompts_of
 from .run import Decode, HeldOut, Run, Stage, StepResult, load_backbone_parameters
 from .run_state import BEST, NEWEST, load_newest_state, save_state
 from .schedule import Schedule
@@ -133,8 +133,9 @@ def prepare(config: TrainConfig, decode: Decode | None) -> Run:
     refuse_launcher(accelerator)
     set_seed(options.seed)
     tokenizer = load_tokenizer(config.backbone.path)
-    rows, report = load_rows(config.data.train, tokenizer, config.data.max_length)
-    accelerator.print(f"{config.data.train}: {report.summary()}")
+    stop_on_error = config.data.on_error == "stop"
+    rows, report = load_rows(config.data.train, tokenizer, config.data.max_length, stop_on_error)
+    accelerator.print(f"{config.data.train}: {report.summary()}; {coverage(rows)}")
     section = config.backbone
     backbone = load_backbone(section.path, section.dtype, {"": accelerator.device}, section.quantization)
     model = MedusaModel.attach(backbone, heads_config(config, rows))
@@ -145,7 +146,7 @@ def prepare(config: TrainConfig, decode: Decode | None) -> Run:
     held_out = None
     decodes = decode is not None and config.output.decode_prompts > 0
     if config.data.eval is not None:
-        eval_rows, _ = load_rows(config.data.eval, tokenizer, config.data.max_length)
+        eval_rows, _ = load_rows(config.data.eval, tokenizer, config.data.max_length, stop_on_error)
         held_out = HeldOut(eval_rows, hidden_states(config, config.data.eval, model.backbone, eval_rows, accelerator))
         if decode is not None and config.output.decode_prompts > 0:
             prompts, tokens = prompts_of(eval_rows[: config.output.decode_prompts]), config.output.decode_tokens
@@ -153,7 +154,7 @@ def prepare(config: TrainConfig, decode: Decode | None) -> Run:
     dtype = model.backbone.lm_weight.dtype
     if isinstance(states, RecordedHiddenStates) and config.joint.method == "none" and not decodes:
         model.backbone.decoder.to("meta")  # the heads learn without it; LM head and embedding are held elsewhere
-    return Run(config, accelerator, model, tokenizer, rows, states, held_out, dtype)
+    return Run(config, accelerator, model, tokenizer, rows, report, states, held_out, dtype)
 
 
 def init_heads(heads: MedusaHeads, directory: Path) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .chat import Message, ReadReport, RowError, messages_of, read_jsonl
+from .chat import Message, ReadReport, RowError, messages_of
+from .files import read_rows
 from .rows import row_id
 
 
@@ -66,7 +67,7 @@ def read_prompts(
     """
     prompts: dict[str, Prompt] = {}
     report = ReadReport()
-    for line, row in read_jsonl(file):
+    for place, row in read_rows(file):
         if limit is not None and len(prompts) >= limit:
             break
         try:
@@ -75,13 +76,11 @@ def read_prompts(
             else:
                 messages = messages_of(row)
         except RowError as error:
-            report.dropped.append((line, str(error)))
+            report.dropped.append((place, str(error)))
             continue
         name = row_id(row)
         if name in prompts:
-            raise ValueError(
-                f"{file}, line {line}: id {name!r} stands twice; answers are kept by id, so give each its own"
-            )
+            raise ValueError(f"{file}, {place}: id {name!r} stands twice; answers are kept by id, so give each its own")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         first = messages[: answers[0]] if answers else messages
         later = [message for message in messages[len(first) :] if message["role"] == "user"]

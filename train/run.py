@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from medusa.model import MedusaModel
 from medusa.tree import CandidateTree
 
+from .chat import ReadReport
 from .config import TrainConfig
 from .drift import Original
 from .hidden_states import HiddenStates
@@ -45,6 +46,7 @@ class Run:
     model: MedusaModel
     tokenizer: Any
     rows: list[TrainingRow]
+    report: ReadReport
     states: HiddenStates
     held_out: HeldOut | None
     dtype: torch.dtype
