@@ -5,7 +5,8 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from medusa.checkpoint import ADAPTER_FOLDER
-from medusa.model import MedusaModel, local_directory
+from medusa.loading import local_directory
+from medusa.model import MedusaModel
 
 from .decoder import MedusaDecoder
 

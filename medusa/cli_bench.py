@@ -144,7 +144,7 @@ def _ours(
 ) -> dict[str, dict[str, Any]]:
     """What makes a decoder of each of OURS; steps are timed and models loaded once for all."""
     from medusa.inference import DraftModel, DynamicTree, HeadsAndLookup, Lookup, MedusaDecoder, StepSizes
-    from medusa.model import load_backbone, load_tokenizer
+    from medusa.loading import load_backbone, load_tokenizer
 
     packed = fastest.backbone is not model.backbone
     made: dict[str, dict[str, Any]] = {"heads": {"tree": fastest.tree, "pack_weights": packed}}

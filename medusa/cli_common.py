@@ -50,7 +50,7 @@ def show(as_json: bool, figures: dict[str, Any], columns: list[str], rows: list[
 def load(checkpoint: str, dtype: str) -> tuple["MedusaModel", Any]:
     """The model and the tokenizer of a checkpoint."""
     from medusa import MedusaModel
-    from medusa.model import load_tokenizer, local_directory
+    from medusa.loading import load_tokenizer, local_directory
 
     directory = local_directory(checkpoint)
     model = MedusaModel.from_pretrained(directory, dtype=dtype)

@@ -45,7 +45,7 @@ def distill(
         raise ValueError("say who answers: either --backbone MODEL (here) or --server URL --model NAME")
     if server is None:
         from medusa.backbone import Backbone
-        from medusa.model import load_backbone, load_tokenizer
+        from medusa.loading import load_backbone, load_tokenizer
         from medusa.train.distill import distill as run
 
         assert backbone is not None

@@ -94,7 +94,7 @@ def _sizes(tensors: "dict[str, Tensor]") -> dict[str, Any]:
 
 
 def _inspect_data(file: Path, tokenizer_name: str | None, count: int, max_length: int, as_json: bool) -> None:
-    from medusa.model import load_tokenizer
+    from medusa.loading import load_tokenizer
     from medusa.train.rows import load_rows
     from medusa.train.supervision import IGNORE
 

@@ -15,7 +15,8 @@ from .engines import ENGINES, TREE_NODES, check_engine, engine_config, planned_t
 from .export_check import ExportCheck, check_export
 from .export_native import check_native, plan_native
 from .export_plan import ExportPlan
-from .model import MedusaModel, load_tokenizer, local_directory
+from .loading import load_tokenizer, local_directory
+from .model import MedusaModel
 from .stored_heads import StoredHeads, open_heads
 from .tree import CandidateTree
 from .tree_search import TREE_FILE, SearchedTree

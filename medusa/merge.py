@@ -8,7 +8,8 @@ from peft import PeftModel
 from torch import Tensor
 
 from .checkpoint import ADAPTER_FOLDER, read_config
-from .model import MedusaModel, load_backbone, load_tokenizer, local_directory
+from .loading import load_backbone, load_tokenizer, local_directory
+from .model import MedusaModel
 
 PROBE_LENGTH = 64
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}

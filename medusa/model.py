@@ -2,20 +2,13 @@
 
 import hashlib
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -37,21 +30,11 @@ from .checkpoint import (
 from .config import MedusaConfig
 from .formats import is_native, match_backbone, read_published
 from .heads import MedusaHeads
+from .loading import check_backbone, fold_adapter, found_from_everywhere, load_backbone, local_directory
 from .tree_search import TREE_FILE, SearchedTree
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-class HeadsConfig(PreTrainedConfig):
-    """The config.json beside heads, for transformers: it looks there first when it loads the tokenizer beside them."""
-
-    model_type = "medusa"
-
-
-AutoConfig.register("medusa", HeadsConfig, exist_ok=True)  # a serving engine in the same process has its own
 
 
 class Tokenizer(Protocol):
@@ -244,119 +227,3 @@ class MedusaModel(nn.Module):
         with tempfile.TemporaryDirectory() as work:
             self.save_pretrained(Path(work) / "heads", tokenizer)
             return push(Path(work) / "heads", repository, private, license_)
-
-
-def found_from_everywhere(name_or_path: str) -> str:
-    """A hub id as it is, a directory by its absolute path."""
-    return os.path.abspath(name_or_path) if Path(name_or_path).is_dir() else name_or_path
-
-
-def local_directory(path_or_hub_id: str | Path) -> Path:
-    """The checkpoint's directory, downloaded first where a hub id is given.
-
-    Raises:
-        ValueError: there is neither such a directory nor such a repository.
-    """
-    if Path(path_or_hub_id).is_dir():
-        return Path(path_or_hub_id)
-    try:
-        return Path(snapshot_download(str(path_or_hub_id)))
-    except Exception as error:  # the hub client raises a dozen kinds, all mean the same here
-        raise ValueError(
-            f"{str(path_or_hub_id)!r} is neither a directory nor a repository that the hub gives ({error})"
-        ) from error
-
-
-def load_backbone(
-    name_or_path: str | None,
-    dtype: str | torch.dtype = "auto",
-    device_map: str | dict[str, Any] | None = None,
-    quantization: str = "none",
-) -> PreTrainedModel:
-    """Load a causal LM from a directory or the hub.
-
-    Args:
-        name_or_path: where from.
-        dtype: of its weights; "auto" as stored.
-        device_map: as in transformers.
-        quantization: none, 8bit, or 4bit (NF4 with double quantisation), by bitsandbytes.
-
-    Raises:
-        ValueError: it is not there or is no causal LM, or bitsandbytes is not installed.
-    """
-    if isinstance(dtype, str) and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
-    if not name_or_path:
-        raise ValueError("the checkpoint does not name its backbone (base_model_name_or_path); pass `backbone=`")
-    quantized = None
-    if quantization != "none":
-        quantized = BitsAndBytesConfig(
-            load_in_8bit=quantization == "8bit",
-            load_in_4bit=quantization == "4bit",
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name_or_path, dtype=dtype, device_map=device_map, quantization_config=quantized
-        )
-    except ImportError as error:
-        raise ValueError(
-            f"quantization is {quantization}, which needs bitsandbytes: pip install bitsandbytes"
-        ) from error
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot load the backbone {name_or_path!r}: {error}") from error
-    assert isinstance(model, PreTrainedModel)
-    model.eval()
-    return model
-
-
-def fold_adapter(backbone: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """Load a LoRA adapter and add it to the backbone's weights, in place.
-
-    Raises:
-        ValueError: there is no adapter that peft can load onto this backbone.
-    """
-    from peft import PeftModel
-
-    try:
-        adapted = PeftModel.from_pretrained(backbone, str(directory))
-        merged = adapted.merge_and_unload(safe_merge=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"cannot fold the adapter {directory} into {type(backbone).__name__}: {error}") from error
-    assert isinstance(merged, PreTrainedModel)
-    return merged
-
-
-def load_tokenizer(name_or_path: str) -> Any:
-    """Load a tokenizer from a directory or the hub.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot load the tokenizer of {name_or_path!r}: {error}") from error
-
-
-def check_backbone(directory: Path, entries: dict[str, Any], backbone: Backbone) -> None:
-    """Refuse a backbone that the heads were not made for.
-
-    Raises:
-        ValueError: hidden size, vocabulary or LM head differ, with both values.
-    """
-    for key, actual in (("hidden_size", backbone.hidden_size), ("vocab_size", backbone.vocab_size)):
-        if key in entries and entries[key] != actual:
-            raise ValueError(
-                f"{directory} was made for a backbone with {key} {entries[key]}, this one has {actual}; "
-                f"use {entries.get('base_model_name_or_path')!r}"
-            )
-    expected = torch.tensor(entries.get("backbone_fingerprint", []))
-    found = torch.tensor(fingerprint(backbone.lm_weight))
-    if len(expected) and not torch.allclose(found, expected, rtol=0.02, atol=1e-4):
-        raise ValueError(
-            f"{directory} was made for a backbone with another LM head, so its guesses would be wrong; "
-            f"use {entries.get('base_model_name_or_path')!r}"
-        )

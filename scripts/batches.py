@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from medusa import MedusaModel
 from medusa.inference import MedusaDecoder
-from medusa.model import load_tokenizer
+from medusa.loading import load_tokenizer
 from medusa.progress import progress_bar
 
 

@@ -21,7 +21,7 @@ from medusa import CandidateTree, MedusaModel
 from medusa.choices import published_trees
 from medusa.inference import DynamicTree
 from medusa.inference.dynamic_tree import DynamicLayout
-from medusa.model import load_tokenizer
+from medusa.loading import load_tokenizer
 from medusa.simulation import Simulation, simulate
 from medusa.train.acceptance import Target
 from medusa.train.evaluate import Judged, judge_rows

@@ -27,7 +27,7 @@ from medusa.backbone import Backbone
 from medusa.inference import MedusaDecoder
 from medusa.inference.benchmark import Summary, compare
 from medusa.inference.equivalence import explain
-from medusa.model import load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 from medusa.train import load_config, train
 from medusa.train.distill import distill

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel, get_linear_schedule_with_warmup
 
 from medusa.checkpoint import atomic_directory
-from medusa.model import load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 from medusa.train.pairs import root_positions
 from medusa.train.rows import load_rows

@@ -20,7 +20,7 @@ from torch import Tensor
 from medusa.inference import DraftModel, DraftStats, MedusaDecoder
 from medusa.inference.draft_model import ModelDrafting
 from medusa.inference.request import Row
-from medusa.model import load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
 from medusa.progress import progress_bar
 
 

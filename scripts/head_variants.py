@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from medusa import MedusaModel
-from medusa.model import load_tokenizer
+from medusa.loading import load_tokenizer
 from medusa.train import load_config, train
 from medusa.train.evaluate import accuracy, judge_file
 from medusa.train.supervision import IGNORE

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from medusa import MedusaModel
 from medusa.inference import MedusaDecoder
-from medusa.model import load_tokenizer
+from medusa.loading import load_tokenizer
 from medusa.progress import progress_bar
 from medusa.train.rows import load_rows
 from medusa.train.supervision import IGNORE, TrainingRow

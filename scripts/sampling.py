@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from medusa import MedusaModel
 from medusa.inference import MedusaDecoder
-from medusa.model import load_tokenizer
+from medusa.loading import load_tokenizer
 from medusa.progress import progress_bar
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from medusa.inference import DynamicTree, MedusaDecoder
 from medusa.inference.layout import TreeLayout
 from medusa.inference.propose import Candidates
 from medusa.inference.proposer import DecodingState
-from medusa.model import load_tokenizer
+from medusa.loading import load_tokenizer
 from medusa.progress import progress_bar
 
 PROMPTS = Path(__file__).parent / "demo_prompts.jsonl"

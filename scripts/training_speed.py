@@ -11,7 +11,7 @@ import time
 import torch
 
 from medusa import MedusaConfig, MedusaModel
-from medusa.model import load_backbone
+from medusa.loading import load_backbone
 from medusa.train.loss import HeadLoss
 
 

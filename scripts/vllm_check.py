@@ -23,7 +23,7 @@ from vllm_routes import Asked, Question, Route, ask_offline, ask_server
 from vllm_simulation import Counts, greedy, simulate
 
 from medusa import MedusaConfig, MedusaModel
-from medusa.model import load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -5,7 +5,7 @@ import torch
 from chatml import save_tiny_chat_model
 
 from medusa import MedusaConfig, MedusaModel
-from medusa.model import load_backbone
+from medusa.loading import load_backbone
 from medusa.train.acceptance import Target
 from medusa.train.evaluate import GUESSES, judge_rows
 from medusa.train.hidden_states import LiveHiddenStates

@@ -14,7 +14,7 @@ from medusa import MedusaConfig, MedusaModel
 from medusa.inference.bench import Answer, Bench, Method, run_bench
 from medusa.inference.bench_summary import category_rows, markdown_table, overall_rows, summarise
 from medusa.inference.questions import Question, read_questions
-from medusa.model import load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
 from medusa.tree_search import SearchedTree
 
 ASKED = [Question("1", "maths", ("one", "two")), Question("2", "poems", ("three",))]

@@ -19,7 +19,7 @@ from medusa.cli import main
 from medusa.cli_answers import Piece, say
 from medusa.inference import MedusaDecoder
 from medusa.inference.benchmark import plain_generate
-from medusa.model import load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
 from medusa.tree_search import SearchedTree
 
 

@@ -27,7 +27,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "distill", "--backbone", directory / "model", "--prompts", directory / "prompts.jsonl",
         "--out", directory / "answers.jsonl", "--max-new-tokens", 24, "--record", "--json",
     )  # fmt: skip
-    from medusa.model import load_backbone, load_tokenizer
+    from medusa.loading import load_backbone, load_tokenizer
 
     torch.manual_seed(0)
     model = MedusaModel.attach(load_backbone(str(directory / "model")), MedusaConfig(num_heads=3))

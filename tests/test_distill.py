@@ -6,7 +6,7 @@ import torch
 from chatml import save_tiny_chat_model
 
 from medusa.backbone import Backbone
-from medusa.model import load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
 from medusa.train import distill as module
 from medusa.train.answer_file import answered_chats, failures_file
 from medusa.train.distill import distill

@@ -15,7 +15,7 @@ from training import CONFIG, log, run
 from medusa import MedusaModel
 from medusa.checkpoint import HEADS_FILE
 from medusa.inference import MedusaDecoder
-from medusa.model import load_tokenizer
+from medusa.loading import load_tokenizer
 from medusa.train import load_config, train
 from medusa.train import loop as loop_module
 from medusa.train.drift import Original
@@ -101,7 +101,7 @@ def test_the_best_heads_are_those_that_decode_best(model_path: Path, data: Path,
 
 def test_drift_is_what_it_says(model_path: Path) -> None:
     from medusa.backbone import Backbone
-    from medusa.model import load_backbone
+    from medusa.loading import load_backbone
 
     backbone = Backbone(load_backbone(str(model_path)))
     row = TrainingRow("a", list(range(30, 50)), [IGNORE] * 5 + list(range(35, 50)))

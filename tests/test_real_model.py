@@ -8,7 +8,7 @@ import torch
 from medusa import MedusaConfig, MedusaModel
 from medusa.inference import MedusaDecoder
 from medusa.inference.benchmark import plain_generate
-from medusa.model import load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
 
 MODEL = Path(__file__).parent.parent / ".demo" / "model"
 pytestmark = [

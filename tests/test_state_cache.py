@@ -12,7 +12,7 @@ from training import run
 
 from medusa.backbone import Backbone
 from medusa.checkpoint import HEADS_FILE
-from medusa.model import load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
 from medusa.train import hidden_states as hidden_module
 from medusa.train import state_cache as cache_module
 from medusa.train.hidden_states import LiveHiddenStates, RecordedHiddenStates

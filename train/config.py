@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from medusa.model import DTYPES
+from medusa.loading import DTYPES
 
 MIXED_PRECISION = ("none", "bf16")
 QUANTIZATION = ("none", "8bit", "4bit")

@@ -3,7 +3,8 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from medusa.model import MedusaModel, load_backbone
+from medusa.loading import load_backbone
+from medusa.model import MedusaModel
 
 from .adapt import adapt_backbone, learning_parameters
 from .config_file import as_dict

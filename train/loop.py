@@ -18,7 +18,8 @@ from medusa.backbone import Backbone
 from medusa.checkpoint import HEADS_FILE, check_tensors, read_heads
 from medusa.config import MedusaConfig
 from medusa.heads import MedusaHeads
-from medusa.model import MedusaModel, load_backbone, load_tokenizer
+from medusa.loading import load_backbone, load_tokenizer
+from medusa.model import MedusaModel
 from medusa.progress import progress_bar
 
 from .config import TrainConfig
