@@ -9,8 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .checkpoint import DRAFT_VOCAB, HEADS_FILE, check_tensors, read_config
-from .config import MedusaConfig
+from .checkpoint import DRAFT_VOCAB, HEADS_FILE, check_tensors, heads_config, read_config
 from .heads import LogitTransform, MedusaHead, MedusaHeads
 
 
@@ -34,14 +33,7 @@ class StoredHeads:
                 raise ValueError(f"{directory}/config.json has no {name}; the checkpoint is damaged, copy it again")
         self.hidden_size: int = entries["hidden_size"]
         self.vocab_size: int = entries["vocab_size"]
-        self.config = MedusaConfig(
-            num_heads=entries["medusa_num_heads"],
-            num_layers=entries.get("medusa_num_layers", 1),
-            projection=entries.get("medusa_projection", "own"),
-            draft_vocab=vocab,
-            root_conditioned=entries.get("medusa_root_conditioned", False),
-            sequential=entries.get("medusa_sequential", False),
-        )
+        self.config = heads_config(entries, vocab)
         self.has_bias = f"0.{self.config.num_layers}.bias" in self.shapes
         """Whether the heads' own projections have biases, as the LM head had."""
         described = self._empty_heads().state_dict()
