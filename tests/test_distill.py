@@ -87,6 +87,18 @@ def test_other_settings_do_not_mix(setup, tmp_path: Path) -> None:  # type: igno
     assert out.read_text() == before
 
 
+def test_answers_of_an_older_version_go_on(setup, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Their settings do not name the options that came later."""
+    backbone, tokenizer, prompts = setup
+    out = tmp_path / "answers.jsonl"
+    distill(backbone, tokenizer, read_prompts(prompts, tokenizer, limit=1)[0], out, max_new_tokens=2)
+    settings = out.with_suffix(".settings.json")
+    stored = json.loads(settings.read_text())
+    del stored["top_logprobs"]
+    settings.write_text(json.dumps(stored))
+    assert distill(backbone, tokenizer, read_prompts(prompts, tokenizer, limit=2)[0], out, max_new_tokens=2) == 1
+
+
 def test_prompts_of_every_shape(setup, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     _, tokenizer, _ = setup
     file = tmp_path / "x.jsonl"

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,9 @@ def check_settings(out: Path, settings: "DataclassInstance") -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(asdict(settings), indent=2) + "\n")
         return
-    stored = json.loads(file.read_text()) if file.exists() else {}
+    # What an older version did not know it did as the default does.
+    defaults = {field.name: field.default for field in fields(settings) if field.default is not MISSING}
+    stored = defaults | json.loads(file.read_text()) if file.exists() else {}
     different = [
         f"{name} {stored.get(name)!r} instead of {value!r}"
         for name, value in asdict(settings).items()

@@ -25,7 +25,7 @@ class DistillSettings:
     max_new_tokens: int
     chat_template: str
     recorded: bool
-    top_logprobs: int
+    top_logprobs: int = 0
 
 
 def distill(
