@@ -18,11 +18,17 @@ def html_report(bench: Bench, summaries: dict[str, MethodSummary], facts: dict[s
         for name, summary in summaries.items()
         if summary.accepted_by_depth
     }
+    others = {name: summary.ratio_by_category for name, summary in summaries.items() if name != BASELINE}
+    categories = {
+        category: {name: ratios[category] for name, ratios in others.items() if category in ratios}
+        for category in summaries[BASELINE].ratio_by_category
+    }
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         overall_columns=OVERALL_COLUMNS,
         overall=overall_rows(summaries),
-        others={name: summary for name, summary in summaries.items() if name != BASELINE},
+        categories=categories,
+        top_ratio=max([1.0, *(ratio for ratios in categories.values() for ratio in ratios.values())]),
         depths=depths,
         failures=bench.failures,
         facts=facts,

@@ -21,6 +21,8 @@ def test_one_prompt_and_a_method_that_failed() -> None:
     ElementTree.fromstring(page.split("<body>")[1].join(["<body>", ""]).replace("</html>", ""))
     assert "&lt;out&gt; of luck" in page
     assert "2.00 (2.00-2.00)" in page
+    assert 'width="340.0"' in page  # the largest ratio, 2, fills the scale
+    assert 'x1="378.0"' in page  # and the baseline stands in its middle
     assert "depth 1" in page
     assert "float32" in page
     assert "<script" not in page
