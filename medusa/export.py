@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -234,9 +235,8 @@ def add_missing_files(work: Path, backbone: str | None) -> None:
     """Take from the backbone what the checkpoint lacks: its tokenizer, and how it wants to generate."""
     assert backbone is not None, "an engine's plan names the backbone"
     if not (work / "tokenizer_config.json").exists():
-        load_tokenizer(backbone).save_pretrained(str(work))
+        with suppress(ValueError):  # it has none: whoever serves it so gives token ids
+            load_tokenizer(backbone).save_pretrained(str(work))
     if not (work / "generation_config.json").exists():
-        try:
+        with suppress(OSError):  # it has none: engines use their own defaults, as they do for the backbone alone
             GenerationConfig.from_pretrained(backbone).save_pretrained(work)
-        except OSError:
-            return  # it has none: engines then use their own defaults, as they do for the backbone alone

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm_routes import Asked, Question, Route, ask_offline, ask_server
 from vllm_simulation import Counts, greedy, simulate
 
 from medusa import MedusaConfig, MedusaModel
+from medusa.export import export
 from medusa.loading import load_backbone, load_tokenizer
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -53,7 +54,8 @@ KINDS = {
     "root-conditioned": MedusaConfig(num_heads=DEPTH, root_conditioned=True),
     "sequential": MedusaConfig(num_heads=DEPTH, projection="shared", sequential=True),
 }
-
+EXPORTED = ("own", "draft vocabulary")
+"""What vLLM's own Medusa can run once it is exported: heads that see the hidden state alone."""
 
 HEADER = f"{'route':28} {'answers':>7} {'other':>5} {'cached':>6} {'drafts':>7} accepted by position (expected)"
 
@@ -149,15 +151,22 @@ def compare(
 
 def tiny_checks(work: Path) -> tuple[list[Result], int]:
     """All routes and kinds of heads on a tiny model; the rows, and how many things differ."""
-    questions, backbone, target = make_questions(), tiny_llama(), work / "model"
-    backbone.save_pretrained(target)
+    questions, target = make_questions(), work / "model"
+    tiny_llama().save_pretrained(target)
+    backbone = AutoModelForCausalLM.from_pretrained(target).eval()
     models = {kind: MedusaModel.attach(backbone, config) for kind, config in KINDS.items()}
     for kind, model in models.items():
         overfit(model, questions)
         model.save_pretrained(work / kind)
+    for kind in EXPORTED:
+        export(work / kind, "vllm", work / f"{kind}, exported")
     own = str(work / "own")
     routes = [
         (models["own"], Route("vLLM's own Medusa", own, DEPTH, proposer=False, options=OPTIONS)),
+        *(
+            (models[kind], Route(f"exported, {kind}", str(work / f"{kind}, exported"), DEPTH, False, OPTIONS))
+            for kind in EXPORTED
+        ),
         *((models[kind], Route(f"proposer, {kind}", str(work / kind), DEPTH, options=OPTIONS)) for kind in KINDS),
         (models["own"], Route("proposer, drafts cut", own, DEPTH, options=[*OPTIONS, *TIGHT], drafts_are_cut=True)),
     ]

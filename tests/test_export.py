@@ -106,6 +106,27 @@ def test_config_keys_are_those_that_each_engine_reads(saved: Path, tmp_path: Pat
             assert (tmp_path / engine / name).exists(), (engine, name)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_was_exported_comes_back_bit_for_bit(
+    backbone: PreTrainedModel, saved: Path, tmp_path: Path, engine: str
+) -> None:
+    """Native -> the engine's format -> native, by what the tensors say."""
+    export(saved, engine, tmp_path / "there")
+    MedusaModel.from_pretrained(tmp_path / "there", backbone=backbone).save_pretrained(tmp_path / "back")
+    before, after = load_file(saved / HEADS_FILE), load_file(tmp_path / "back" / HEADS_FILE)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_a_backbone_without_a_tokenizer(backbone: PreTrainedModel, tmp_path: Path) -> None:
+    backbone.save_pretrained(tmp_path / "model")
+    bare = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    tiny_medusa(bare, num_heads=3).save_pretrained(tmp_path / "heads")
+    export(tmp_path / "heads", "vllm", tmp_path / "there")
+    assert not (tmp_path / "there" / "tokenizer.json").exists()
+    assert (tmp_path / "there" / "model.safetensors").exists()
+
+
 def test_the_searched_tree_becomes_a_list_of_choices(saved: Path, tmp_path: Path) -> None:
     without = export(saved, "tensorrt-llm", tmp_path / "without")
     assert json.loads((tmp_path / "without" / "medusa_choices.json").read_text()) == [[0], [0, 0], [0, 0, 0]]
