@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from medusa.inference import DraftModel, DraftStats, MedusaDecoder
+from medusa.inference.bench import generate_method
 from medusa.inference.draft_model import ModelDrafting
 from medusa.inference.request import Row
 from medusa.loading import load_backbone, load_tokenizer
@@ -38,14 +39,9 @@ def decode(decoder: MedusaDecoder, prompt: Tensor, new_tokens: int) -> tuple[flo
 
 
 def plain_seconds(model: Any, prompt: Tensor, new_tokens: int) -> float:
-    """Median seconds of one token of `generate`, the first left out."""
-    ids, mask = prompt[None], torch.ones_like(prompt[None])
-    times = []
-    for count in (1, new_tokens):
-        started = time.perf_counter()
-        model.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=count, max_new_tokens=count)
-        times.append(time.perf_counter() - started)
-    return (times[1] - times[0]) / (new_tokens - 1)
+    """Mean seconds of one token of `generate` behind the first."""
+    arrivals = generate_method(model, {"min_new_tokens": new_tokens})(prompt[None], new_tokens).arrivals
+    return (arrivals[-1] - arrivals[0]) / (len(arrivals) - 1)
 
 
 def summary(k: int | str, runs: list[tuple[float, DraftStats]], plain: list[float], new_tokens: int) -> dict[str, Any]:

@@ -92,9 +92,9 @@ def test_without_a_compiler_it_says_so_once_and_runs_eager(monkeypatch: pytest.M
     assert result.sequences.tolist() == hf_greedy(model, prompt_of(5), 6).tolist()
 
 
-def test_a_missing_compiler_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_noticed() -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    assert "no C++ compiler" in str(compiled.why_not_compile(torch.device("cpu")))
+    with config.patch("cpp.cxx", ("no-such-compiler",)):
+        assert "no C++ compiler" in str(compiled.why_not_compile(torch.device("cpu")))
     assert compiled.why_not_compile(torch.device("cuda")) is None
