@@ -10,15 +10,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from .config import MedusaConfig
+from .tensor_stream import PlannedTensor, all_finite, write_stream
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 CONFIG_FILE = "config.json"
@@ -93,13 +95,19 @@ def write_heads(directory: Path, state: dict[str, Tensor], config: MedusaConfig,
     """
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
     for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
+        if not all_finite(tensor):
             raise ValueError(f"head tensor {name} holds NaN or infinity; nothing was saved")
         if name.endswith(f".{config.num_layers}.weight") and not tensor.any():
             raise ValueError(f"head tensor {name} is all zero, so the head was never built; nothing was saved")
     if config.draft_vocab is not None:
         tensors[DRAFT_VOCAB] = torch.tensor(config.draft_vocab)
-    save_file(tensors, directory / HEADS_FILE, metadata={"format": "pt"})
+    write_stream(
+        directory / HEADS_FILE,
+        {
+            name: PlannedTensor(tuple(it.shape), it.dtype, partial(tensors.__getitem__, name))
+            for name, it in tensors.items()
+        },
+    )
     stored = load_file(directory / HEADS_FILE)
     for name, tensor in tensors.items():
         if name not in stored or not torch.equal(stored[name], tensor):
@@ -174,7 +182,7 @@ def read_heads(directory: Path) -> tuple[dict[str, Tensor], tuple[int, ...] | No
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if not all_finite(tensor):
             raise ValueError(f"{file}: tensor {name} holds NaN or infinity")
     vocab = tensors.pop(DRAFT_VOCAB, None)
     return tensors, None if vocab is None else tuple(vocab.tolist())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .checkpoint import CONFIG_FILE
 from .config import MedusaConfig
+from .tensor_stream import all_finite
 from .weight_files import head_tensors, weight_files
 
 BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -64,7 +65,7 @@ def read_published(directory: Path) -> PublishedHeads:
             continue
         if new in tensors:
             raise ValueError(f"{directory}: two tensors are {new} of the heads, the second is {name}")
-        if not torch.isfinite(tensor).all():
+        if not all_finite(tensor):
             raise ValueError(f"{directory}: tensor {name} holds NaN or infinity")
         tensors[new] = tensor
     num_heads, num_layers, projection = _count(tensors, directory)
@@ -187,7 +188,8 @@ def _give_every_head_its_projection(
     """vLLM's format may hold one LM head for all, which need not be the backbone's."""
     shared = found.get("lm_head.weight")
     if shared is not None and f"0.{num_layers}.weight" not in tensors:
-        tensors |= {f"{k}.{num_layers}.weight": shared for k in range(num_heads)}
+        # A copy for each: loaded heads keep these very tensors, and may be trained.
+        tensors |= {f"{k}.{num_layers}.weight": shared.clone() for k in range(num_heads)}
 
 
 def _sort_draft_vocab(
@@ -217,7 +219,7 @@ def match_backbone(tensors: dict[str, Tensor], expected: dict[str, Tensor], sour
     ready = dict(tensors)
     for name, tensor in expected.items():
         if name.endswith(".bias") and name not in ready and ".linear." not in name:
-            ready[name] = torch.zeros_like(tensor)  # published projections have none, whatever the LM head has
+            ready[name] = torch.zeros(tensor.shape)  # published projections have none, whatever the LM head has
         stored = ready.get(name)
         if stored is None or stored.shape == tensor.shape:
             continue

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import MedusaConfig
+from .tensor_stream import ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class MedusaHeads(nn.ModuleList):
         lm_bias: Tensor | None,
         embedding: Tensor,
         transform: LogitTransform,
+        empty: bool = False,
     ) -> None:
         """Build heads that start as copies of the LM head.
 
@@ -99,6 +101,7 @@ class MedusaHeads(nn.ModuleList):
             lm_bias: its bias, [V], or None.
             embedding: the backbone's input embedding, [V, D]; kept (not copied) when the heads see tokens.
             transform: what the backbone does to its LM head's output.
+            empty: weights take no memory until `load` gives them.
 
         Raises:
             ValueError: the draft vocabulary has an id that the LM head lacks.
@@ -113,9 +116,10 @@ class MedusaHeads(nn.ModuleList):
         weight = lm_weight.detach() if draft_ids is None else lm_weight.detach()[draft_ids]
         bias = None if lm_bias is None else lm_bias.detach() if draft_ids is None else lm_bias.detach()[draft_ids]
 
-        super().__init__(
-            MedusaHead(config, k, hidden_size, len(weight), bias is not None) for k in range(config.num_heads)
-        )
+        with torch.device("meta" if empty else lm_weight.device):
+            super().__init__(
+                MedusaHead(config, k, hidden_size, len(weight), bias is not None) for k in range(config.num_heads)
+            )
         self.config = config
         self.transform = transform
         own = config.projection == "own"
@@ -125,14 +129,25 @@ class MedusaHeads(nn.ModuleList):
         self.register_buffer("unknown", None, persistent=False)
         sees_tokens = config.root_conditioned or config.sequential
         self.register_buffer("token_table", embedding.detach() if sees_tokens else None, persistent=False)
-        self.to(device=lm_weight.device, dtype=lm_weight.dtype)
-        if own:
+        self.to(dtype=lm_weight.dtype)
+        if own and not empty:
             with torch.no_grad():
                 for k in range(config.num_heads):
                     own_weight, own_bias = self.projection(k)
                     own_weight.copy_(weight)
                     if own_bias is not None and bias is not None:
                         own_bias.copy_(bias)
+
+    def load(self, tensors: dict[str, Tensor], like: Tensor) -> None:
+        """Take weights in the type and on the device of `like`.
+
+        Those that have both are taken as they are, not copied: tensors of a mapped file stay there until they are read,
+        and the file never changes when they do. But matrix products round in another way where a tensor does not begin
+        at a multiple of `ALIGNMENT`, so such tensors, which only others' files hold, are copied.
+        """
+        ready = {name: tensor.to(like) for name, tensor in tensors.items()}
+        misplaced = {name: tensor.clone() for name, tensor in ready.items() if tensor.data_ptr() % ALIGNMENT}
+        self.load_state_dict(ready | misplaced, assign=True)
 
     @property
     def draft_size(self) -> int:

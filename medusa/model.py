@@ -126,9 +126,9 @@ class MedusaModel(nn.Module):
         check_backbone(directory, entries, parts)
         if (directory / ADAPTER_FOLDER).is_dir():
             parts = Backbone(fold_adapter(backbone, directory / ADAPTER_FOLDER))
-        model = cls.attach_parts(parts, config)
+        model = cls._empty(parts, config)
         check_tensors(directory / HEADS_FILE, tensors, model.heads.state_dict())
-        model.heads.load_state_dict(tensors)
+        model.heads.load(tensors, parts.lm_weight)
         model.limit_tokens(entries.get("tokenizer_size", parts.vocab_size))
         if (directory / TREE_FILE).exists():
             model.searched_tree = SearchedTree.load(directory)
@@ -151,10 +151,11 @@ class MedusaModel(nn.Module):
             )
         if backbone is None:
             backbone = load_backbone(found.base_model, dtype, device_map)
-        model = cls.attach(backbone, found.config)
+        parts = Backbone(backbone)
+        model = cls._empty(parts, found.config)
         tensors = match_backbone(found.tensors, model.heads.state_dict(), directory)
         check_tensors(directory, tensors, model.heads.state_dict())
-        model.heads.load_state_dict(tensors)
+        model.heads.load(tensors, parts.lm_weight)
         if (directory / TREE_FILE).exists():
             model.searched_tree = SearchedTree.load(directory)
         return model
@@ -163,6 +164,12 @@ class MedusaModel(nn.Module):
     def attach_parts(cls, parts: Backbone, config: MedusaConfig) -> "MedusaModel":
         """`attach`, for a backbone that is taken apart already."""
         return cls(parts, MedusaHeads(config, parts.lm_weight, parts.lm_bias, parts.root_table, parts.transform))
+
+    @classmethod
+    def _empty(cls, parts: Backbone, config: MedusaConfig) -> "MedusaModel":
+        """`attach_parts`, with heads that wait for their weights."""
+        heads = MedusaHeads(config, parts.lm_weight, parts.lm_bias, parts.root_table, parts.transform, empty=True)
+        return cls(parts, heads)
 
     def save_pretrained(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .checkpoint import DRAFT_VOCAB, HEADS_FILE, check_tensors, heads_config, read_config
 from .heads import LogitTransform, MedusaHead, MedusaHeads
+from .tensor_stream import all_finite
 
 
 class StoredHeads:
@@ -49,7 +50,7 @@ class StoredHeads:
         """
         tensor = self._handle.get_tensor(name)
         assert isinstance(tensor, Tensor)
-        if not torch.isfinite(tensor).all():
+        if not all_finite(tensor):
             raise ValueError(f"{self.directory / HEADS_FILE}: tensor {name} holds NaN or infinity")
         return tensor
 

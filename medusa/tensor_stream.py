@@ -18,6 +18,10 @@ DTYPE_NAMES = {
 }
 
 
+ALIGNMENT = 64
+"""Bytes: where fast kernels want tensors to begin, and where torch puts its own."""
+
+
 @dataclass(frozen=True)
 class PlannedTensor:
     """A tensor that will be written: what it will be, and how to get it when its turn comes."""
@@ -39,12 +43,19 @@ class PlannedTensor:
         """
         tensor = self.make().to(self.dtype).contiguous()
         assert tensor.shape == self.shape, f"{name} is planned as {self.shape} and made as {tuple(tensor.shape)}"
-        if not torch.isfinite(tensor).all():
+        if not all_finite(tensor):
             raise ValueError(
                 f"tensor {name} holds values that are too large for {str(self.dtype).removeprefix('torch.')}; take "
                 "--dtype bfloat16 or float32"
             )
         return tensor
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether there is neither NaN nor infinity, without a copy of the tensor: it may be as large as memory allows."""
+    if tensor.numel() == 0:
+        return True
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def write_stream(file: Path, planned: dict[str, PlannedTensor]) -> None:
@@ -60,7 +71,7 @@ def write_stream(file: Path, planned: dict[str, PlannedTensor]) -> None:
         start, end = end, end + plan.nbytes
         header[name] = {"dtype": DTYPE_NAMES[plan.dtype], "shape": plan.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # data must start at a multiple of 8
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with file.open("wb") as output:
         output.write(len(text).to_bytes(8, "little") + text)
         for name, plan in planned.items():

@@ -81,6 +81,20 @@ def test_loaded_heads_are_the_saved_ones(backbone: PreTrainedModel, tmp_path: Pa
     assert torch.equal(head_logits(given), head_logits(medusa))
 
 
+def test_weights_stay_in_their_file_and_learning_leaves_it_alone(backbone: PreTrainedModel, saved: Path) -> None:
+    before = everything_in(saved)
+    loaded = MedusaModel.from_pretrained(saved, backbone=backbone)
+    weight = loaded.heads.projection(0)[0]
+    assert weight.untyped_storage().nbytes() == len(before[HEADS_FILE])  # the file as it is mapped, not a copy
+    with torch.no_grad():
+        for parameter in loaded.heads.parameters():
+            assert parameter.data_ptr() % 64 == 0
+            parameter.add_(1.0)
+    assert everything_in(saved) == before
+    loaded.save_pretrained(saved)  # over the very file
+    assert torch.equal(MedusaModel.from_pretrained(saved, backbone=backbone).heads.projection(0)[0], weight)
+
+
 def test_full_heads_are_a_reference_checkpoint(saved: Path) -> None:
     """Serving engines read exactly these names and entries."""
     tensors = load_file(saved / HEADS_FILE)
@@ -226,7 +240,7 @@ def test_fresh_heads_are_saved(backbone: PreTrainedModel, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "what", ["medusa.checkpoint.save_file", "medusa.checkpoint.load_file", "medusa.model.write_heads"]
+    "what", ["medusa.checkpoint.write_stream", "medusa.checkpoint.load_file", "medusa.model.write_heads"]
 )
 def test_failed_save_leaves_the_old_checkpoint(
     backbone: PreTrainedModel, saved: Path, monkeypatch: pytest.MonkeyPatch, what: str

@@ -111,6 +111,12 @@ def test_reference_heads_with_a_configuration_that_counts_wrong(
         assert len(MedusaModel.from_pretrained(directory).heads) == HEADS  # the backbone that config.json names
 
 
+def test_projections_are_without_bias_though_the_lm_head_has_one(tmp_path: Path) -> None:
+    backbone = tiny_model("phi").float()
+    tensors = reference_tensors(backbone)
+    check(write(tmp_path / "a", tensors, None, "medusa_lm_head.safetensors"), backbone, tensors)
+
+
 def test_heads_inside_of_a_full_model(backbone: PreTrainedModel, base: Path, tmp_path: Path) -> None:
     """v1.0: the backbone's own tensors beside `medusa_head.`, its config.json; without counts."""
     tensors = reference_tensors(backbone)

@@ -26,7 +26,7 @@ def start_heads(run: Run, schedule: Schedule) -> Stage:
     # Dynamic: every step has another number of positions.
     compiled = torch.compile(loss, dynamic=True) if options.compile else loss
     group = {"params": list(run.model.heads.parameters()), "lr": 0.0, "peak": options.learning_rate}
-    optimizer = torch.optim.AdamW([group], weight_decay=options.weight_decay)
+    optimizer = torch.optim.AdamW([group], weight_decay=options.weight_decay, fused=True)
     return Stage("heads", schedule, 0, run.accelerator.prepare(compiled), optimizer)
 
 

@@ -122,7 +122,7 @@ def start_joint(run: Run, schedule: Schedule, first_step: int) -> Stage:
         {"params": list(run.model.heads.parameters()), "lr": 0.0, "peak": options.learning_rate},
         {"params": list(learning.values()), "lr": 0.0, "peak": options.backbone_learning_rate},
     ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=run.config.optimization.weight_decay)
+    optimizer = torch.optim.AdamW(groups, weight_decay=run.config.optimization.weight_decay, fused=True)
     return Stage("joint", schedule, first_step, loss, optimizer, learning, original)
 
 
