@@ -45,7 +45,9 @@ NODES = 16
 CHECKED_TOKENS = 64
 """Longest answer there."""
 SHOWN = 2
-"""How many answers in bf16 are shown, and looked at for why they differ, which takes as long as decoding plainly."""
+"""How many answers in bf16 are shown."""
+EXPLAINED = 1
+"""How many of these are looked at for why they differ, which takes as long as decoding plainly."""
 STARTED = time.perf_counter()
 console = Console()
 
@@ -53,10 +55,10 @@ console = Console()
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=576, help="how many prompts to train on")
+    parser.add_argument("--prompts", type=int, default=512, help="how many prompts to train on")
     parser.add_argument("--steps", type=int, help="train for at most so many steps")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
-    parser.add_argument("--decode", type=int, default=6, help="how many prompts to decode both ways")
+    parser.add_argument("--decode", type=int, default=4, help="how many prompts to decode both ways")
     parser.add_argument("--check", type=int, default=32, help="how many prompts to compare token by token in fp32")
     parser.add_argument("--work", type=Path, default=ROOT / ".demo", help="where everything is kept for the next run")
     arguments = parser.parse_args()
@@ -232,7 +234,7 @@ def report(model_path: Path, found: HeadAccuracy, exact: ExactCheck, fast: tuple
         question = tokenizer.decode(comparison.prompt[0], skip_special_tokens=True)
         console.print(question.strip(), style="bold", markup=False, highlight=False)
         console.print(Columns(panels))
-    for number, run in enumerate(fast_runs.comparisons[:SHOWN]):
+    for number, run in enumerate(fast_runs.comparisons[:EXPLAINED]):
         difference = explain(fast_decoder.model.backbone, run.prompt, run.plain, run.medusa)
         if difference is not None and difference.choice is not None:
             choice = difference.choice

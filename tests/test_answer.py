@@ -5,7 +5,7 @@ import torch
 from tiny import CONFIGS, VOCAB, hf_greedy, prompt_of, shared_model
 
 from medusa.backbone import Backbone
-from medusa.train.answer import answer
+from medusa.train.answer import answer, likeliest
 
 NEW = 20
 LENGTHS = (9, 3, 14, 9, 1, 6, 3, 11)
@@ -49,6 +49,16 @@ def test_each_answer_is_what_generate_gives_alone(name: str, beginning: int) -> 
         with torch.no_grad():
             whole = backbone.hidden(text[None])[0, prompt.shape[1] - 1 : -1]
         torch.testing.assert_close(hidden, whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi"])  # phi's LM head has a bias
+def test_slices_of_the_vocabulary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = Backbone(shared_model(name))
+    hidden = torch.randn(7, backbone.hidden_size, dtype=backbone.lm_weight.dtype)
+    whole = backbone.logits(hidden).argmax(dim=-1)
+    for entries in (1, 7 * 10, 7 * VOCAB - 1, 7 * VOCAB):
+        monkeypatch.setattr("medusa.train.answer.LOGITS", entries)
+        assert torch.equal(likeliest(backbone, hidden), whole)
 
 
 def test_every_answer_may_end_at_once() -> None:

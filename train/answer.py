@@ -4,7 +4,7 @@ Matrix products with many rows are what a machine does best, so a batch should b
 idle: what all prompts begin with is read once, prompts of equal length are read together, without padding, and a row
 leaves the batch when its answer ends.
 
-B prompts, n rows whose answer goes on, T tokens, D hidden.
+B prompts, n rows whose answer goes on, T tokens, D hidden, V vocabulary.
 """
 
 from collections import defaultdict
@@ -12,12 +12,17 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from medusa.backbone import Backbone
 
 from .batch_cache import BatchCache
+
+LOGITS = 2**22
+"""At most so many logits (16 MB in fp32) are made at a time: larger buffers go back to the system when they are freed,
+and to get new ones takes a CPU about as long as to fill them."""
 
 
 @torch.inference_mode()
@@ -50,7 +55,7 @@ def answer(
     counts = torch.zeros_like(lengths)
     rows = torch.arange(len(prompts), device=device)  # [n], which prompt each row of the batch belongs to
     while True:
-        token = backbone.logits(hidden).argmax(dim=-1)  # [n]
+        token = likeliest(backbone, hidden)  # [n]
         tokens[rows, counts[rows]], states[rows, counts[rows]] = token, hidden
         counts[rows] += 1
         order = drop_rows(cache, ~torch.isin(token, stop) & (counts[rows] < limits[rows]))
@@ -63,6 +68,20 @@ def answer(
         hidden = backbone.extend(token[:, None], cache, position[:, None], seen)[:, -1]
     answers = [tokens[i, :count].tolist() for i, count in enumerate(counts.tolist())]
     return answers, [states[i, : len(ids)].cpu().clone() for i, ids in enumerate(answers)]
+
+
+def likeliest(backbone: Backbone, hidden: Tensor) -> Tensor:
+    """The backbone's greedy tokens, from slices of the vocabulary: [n, D] -> [n]."""
+    width = max(1, LOGITS // len(hidden))
+    weights = backbone.lm_weight.split(width)
+    biases = [None] * len(weights) if backbone.lm_bias is None else backbone.lm_bias.split(width)
+    scores, tokens = [], []
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        score, token = backbone.transform(F.linear(hidden, weight, bias)).max(dim=-1)
+        scores.append(score)
+        tokens.append(token + i * width)
+    best = torch.stack(scores).argmax(dim=0, keepdim=True)  # [1, n]
+    return torch.stack(tokens).gather(0, best)[0]
 
 
 def read(backbone: Backbone, prompts: list[list[int]], width: int) -> tuple[BatchCache, Tensor]:
