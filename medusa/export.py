@@ -16,6 +16,7 @@ from .engines import ENGINES, TREE_NODES, check_engine, engine_config, planned_t
 from .export_check import ExportCheck, check_export
 from .export_native import check_native, plan_native
 from .export_plan import ExportPlan
+from .export_published import as_native
 from .loading import load_tokenizer, local_directory
 from .model import MedusaModel
 from .stored_heads import StoredHeads, open_heads
@@ -71,7 +72,7 @@ def export(
     """Write a checkpoint for a serving engine, tensor by tensor, and check it before it counts.
 
     Args:
-        checkpoint: directory or hub id of a native checkpoint.
+        checkpoint: directory or hub id of a native checkpoint, or of heads that another project wrote.
         engine: native, reference, vllm, tgi or tensorrt-llm.
         out: where to; `CHECKPOINT-ENGINE` where none is given.
         overwrite: replace a directory that is there, once the new one is complete.
@@ -87,7 +88,7 @@ def export(
     directory = local_directory(checkpoint)
     target = Path(os.path.abspath(out or f"{str(checkpoint).rstrip('/')}-{engine}"))
     refuse_target(target, directory, overwrite)
-    with open_heads(directory) as stored:
+    with as_native(directory, TOKENIZER_FILES) as directory, open_heads(directory) as stored:
         count = head_count(stored, num_heads)
         kind = stored_dtype(stored, dtype)
         if engine == "native":

@@ -8,12 +8,12 @@ import hashlib
 import json
 import os
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from demo_split import split_prompts
 from prepare_demo_model import prepare
 from prompt_file import encode
 from rich.columns import Columns
@@ -37,9 +37,6 @@ from medusa.train.supervision import IGNORE
 from medusa.tree_search import search_tree_for_decoding
 
 ROOT = Path(__file__).parent.parent
-PROMPTS = ROOT / "scripts" / "demo_prompts.jsonl"
-HELD_OUT = 4
-"""Prompts of each category to calibrate the tree on, and as many again to decode at the end."""
 NODES = 16
 """Size of the tree of the fp32 check, where outputs must be identical."""
 CHECKED_TOKENS = 64
@@ -81,21 +78,6 @@ def main() -> None:
 def stage(title: str) -> None:
     """A heading, with the time since the start."""
     console.rule(f"{title}  ({time.perf_counter() - STARTED:.0f} s)")
-
-
-def split_prompts(count: int) -> dict[str, list[dict[str, str]]]:
-    """Fixed held-out prompts of every category, and `count` others, one category after the other."""
-    by_category: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for line in PROMPTS.read_text().splitlines():
-        row = json.loads(line)
-        by_category[row["category"]].append(row)
-    for rows in by_category.values():
-        rows.sort(key=lambda row: hashlib.sha256(row["id"].encode()).hexdigest())
-    in_turn = [row for rank in zip(*by_category.values(), strict=True) for row in rank]
-    held = HELD_OUT * len(by_category)
-    if not 1 <= count <= len(in_turn) - 2 * held:
-        raise SystemExit(f"--prompts is {count}; there are 1 to {len(in_turn) - 2 * held} to train on")
-    return {"test": in_turn[:held], "calibration": in_turn[held : 2 * held], "train": in_turn[2 * held :][:count]}
 
 
 def content_key(*parts: Any) -> str:

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from demo_split import split_prompts
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm_routes import Asked, Question, Route, ask_offline, ask_server
@@ -47,7 +48,7 @@ OPTIONS = [
 ]
 TIGHT = ["--max-num-batched-tokens", "40"]
 """A budget for a step that is less than what 16 drafts and a piece of a prompt need. The last option counts."""
-REAL_QUESTIONS, REAL_TOKENS = 64, 64
+REAL_TOKENS = 64
 KINDS = {
     "own": MedusaConfig(num_heads=DEPTH),
     "draft vocabulary": MedusaConfig(num_heads=DEPTH, projection="shared", draft_vocab=range(0, VOCAB, 2)),
@@ -183,17 +184,23 @@ def tiny_checks(work: Path) -> tuple[list[Result], int]:
 
 
 def real_check(work: Path, backbone: str, heads: str) -> tuple[list[Result], int]:
-    """Trained heads on the model they were trained for: acceptance within three standard errors of ours."""
+    """Trained heads on the model they were trained for: acceptance within three standard errors of ours.
+
+    Plain heads are exported for vLLM's own Medusa, others go through our proposer. The demo trains on other prompts.
+    """
     model = MedusaModel.from_pretrained(heads, backbone=load_backbone(backbone, "float32"))
-    tokenizer = load_tokenizer(backbone)
+    tokenizer, held_out = load_tokenizer(backbone), split_prompts(1)
     questions: list[Question] = []
-    for line in Path("scripts/demo_prompts.jsonl").read_text().splitlines()[:REAL_QUESTIONS]:
-        chat = [{"role": "user", "content": json.loads(line)["prompt"]}]
+    for row in held_out["test"] + held_out["calibration"]:
+        chat = [{"role": "user", "content": row["prompt"]}]
         questions.append((tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"], REAL_TOKENS))
     target = work / "model"
     target.symlink_to(Path(backbone).resolve())
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", str(CONCURRENT)]
     route = Route("proposer, real model", heads, model.config.num_heads, options=options)
+    if not (model.config.root_conditioned or model.config.sequential):
+        export(heads, "vllm", work / "exported")
+        route = Route("exported, real model", str(work / "exported"), model.config.num_heads, False, options)
     result = compare(route, model, questions, partial(ask_server, route, target, questions, 1), 1)
     differences, drafts = 0, result.expected.drafts
     for found, expected in zip(result.found.accepted, result.expected.accepted, strict=True):

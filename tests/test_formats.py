@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa import MedusaModel
+from medusa.engine_rules import read_as
+from medusa.export import export
 
 HEADS, LAYERS = 3, 2
 
@@ -208,6 +210,40 @@ def test_a_loaded_checkpoint_is_saved_as_native_and_comes_back_the_same(
     assert stored.keys() == tensors.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
     check(tmp_path / "native", backbone, tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*says")
+@pytest.mark.parametrize("engine", ["native", "vllm", "tgi", "tensorrt-llm"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_published_heads_are_exported(
+    backbone: PreTrainedModel, base: Path, tmp_path: Path, engine: str, shares: bool
+) -> None:
+    """From the reference's file to an engine's, without the backbone where every head has its own projection."""
+    tensors = reference_tensors(backbone, projections=not shares)
+    entries = {"medusa_num_heads": 2, "base_model_name_or_path": str(base)}
+    source = write(tmp_path / "a", tensors, entries, "medusa_lm_head.pt")
+    (source / "tokenizer_config.json").write_text("{}")
+    done = export(source, engine, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
+    if engine == "native":
+        check(tmp_path / "out", backbone, tensors)
+        return
+    assert done.check is not None
+    assert done.check.same_guess == [1.0] * HEADS
+    hidden, lm_head = torch.randn(5, backbone.config.hidden_size), backbone.lm_head.weight.detach()
+    read, expected = read_as(engine, tmp_path / "out", HEADS), expected_logits(tensors, hidden, lm_head)
+    for k in range(HEADS):
+        torch.testing.assert_close(read.logits(k, hidden, lm_head), expected[k], rtol=1e-5, atol=1e-5)
+
+
+def test_an_export_needs_to_know_the_backbone(backbone: PreTrainedModel, tmp_path: Path) -> None:
+    source = write(tmp_path / "a", reference_tensors(backbone), None, "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match="does not say whose heads"):
+        export(source, "vllm", tmp_path / "out")
+    (source / "config.json").write_text('{"base_model_name_or_path": "/nowhere"}')
+    with pytest.raises(ValueError, match=r"backbone '/nowhere'"):
+        export(source, "vllm", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 class Opened:
