@@ -258,3 +258,5 @@ def test_heads_start_where_others_ended(model_path: Path, data: Path, tmp_path: 
     assert torch.equal(weights(first)["draft_vocab"], weights(second)["draft_vocab"])
     with pytest.raises(ValueError, match=r"missing 3\.0\.linear\.weight"):
         run(model_path, data, tmp_path / "third", "heads.num_heads=4", f"heads.init_from={first}")
+    with pytest.raises(ValueError, match=r"see embeddings at unit scale.*set heads\.embedding_scale=unit"):
+        run(model_path, data, tmp_path / "raw", "heads.embedding_scale=raw", f"heads.init_from={first}")
