@@ -120,6 +120,8 @@ def write_heads(directory: Path, state: dict[str, Tensor], config: MedusaConfig,
         "medusa_projection": config.projection,
         "medusa_root_conditioned": config.root_conditioned,
         "medusa_sequential": config.sequential,
+        "medusa_embedding_scale": config.embedding_scale,
+        "medusa_projection_bias": config.projection_bias,
         "medusa_fc_bias": True,
         **facts,
     }
@@ -164,6 +166,8 @@ def heads_config(entries: dict[str, Any], draft_vocab: tuple[int, ...] | None) -
         draft_vocab=draft_vocab,
         root_conditioned=entries.get("medusa_root_conditioned", False),
         sequential=entries.get("medusa_sequential", False),
+        embedding_scale=entries.get("medusa_embedding_scale", "unit"),
+        projection_bias=entries.get("medusa_projection_bias", False),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PROJECTIONS = ("own", "shared")
+EMBEDDING_SCALES = ("unit", "raw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,11 @@ class MedusaConfig:
     sequential: bool = False
     """Whether head k also sees the embeddings of all tokens before its own: the root and the guesses of heads 0 to k-1
     (Hydra, Ankner et al. 2024). Better guesses, for a small pass of each head after the one before it."""
+    embedding_scale: str = "unit"
+    """How large are the embeddings of tokens that heads see. `unit`: their root mean square is 1. `raw`: as the
+    backbone stores them, tens of times smaller than hidden states; published Hydra heads were trained so."""
+    projection_bias: bool = False
+    """Whether projections of the heads' own have biases even where the LM head has none; these start at zero."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_layers"):
@@ -35,7 +41,7 @@ class MedusaConfig:
                 raise ValueError(f"MedusaConfig.{name} is {value!r}; it must be a whole number of at least 1")
         if self.projection not in PROJECTIONS:
             raise ValueError(f"MedusaConfig.projection is {self.projection!r}; allowed: {', '.join(PROJECTIONS)}")
-        for name in ("root_conditioned", "sequential"):
+        for name in ("root_conditioned", "sequential", "projection_bias"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"MedusaConfig.{name} is {value!r}; it must be true or false")
@@ -43,6 +49,19 @@ class MedusaConfig:
             raise ValueError(
                 "MedusaConfig.root_conditioned and MedusaConfig.sequential are both true; sequential heads see the "
                 "root as they are, leave root_conditioned out"
+            )
+        if self.embedding_scale not in EMBEDDING_SCALES:
+            allowed = ", ".join(EMBEDDING_SCALES)
+            raise ValueError(f"MedusaConfig.embedding_scale is {self.embedding_scale!r}; allowed: {allowed}")
+        if self.embedding_scale == "raw" and not self.sees_tokens:
+            raise ValueError(
+                "MedusaConfig.embedding_scale is 'raw', but these heads see no tokens; leave it out, or set "
+                "root_conditioned or sequential"
+            )
+        if self.projection_bias and self.projection == "shared":
+            raise ValueError(
+                "MedusaConfig.projection_bias is true, but the heads share the LM head; leave it out, or set "
+                "projection to own"
             )
         if self.draft_vocab is not None:
             ids = tuple(int(i) for i in self.draft_vocab)
@@ -52,6 +71,11 @@ class MedusaConfig:
                     f"got {len(ids)} ids starting {list(ids[:5])}"
                 )
             object.__setattr__(self, "draft_vocab", ids)
+
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether heads see any token behind the hidden state."""
+        return self.root_conditioned or self.sequential
 
     def tokens_seen(self, k: int) -> int:
         """How many tokens behind the hidden state head k sees."""

@@ -87,8 +87,8 @@ def refuse(engine: str, stored: StoredHeads, has_bias: bool) -> None:
         )
     if has_bias:
         raise ValueError(
-            f"the LM head of this backbone has a bias, and so has the projection of these heads; {title} has no place "
-            "for it, so its heads would guess other tokens. Decode such a model with medusa.inference"
+            f"the projection of these heads has a bias, as that of a backbone whose LM head has one; {title} has no "
+            "place for it, so its heads would guess other tokens. Decode such a model with medusa.inference"
         )
     if engine == "reference" and config.num_layers > 1:
         raise ValueError(

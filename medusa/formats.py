@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .checkpoint import CONFIG_FILE
 from .config import MedusaConfig
+from .hydra_files import EMBEDDING, check_hydra, from_hydra, hydra_layers, is_hydra, sees_tokens
 from .tensor_stream import all_finite
 from .weight_files import head_tensors, weight_files
 
@@ -29,11 +30,13 @@ class PublishedHeads:
     """Heads under the names that native checkpoints use."""
 
     format: str
-    """reference; full model; vllm; modelopt; tensorrt-llm."""
+    """reference; full model; vllm; modelopt; tensorrt-llm; hydra."""
     config: MedusaConfig
     tensors: dict[str, Tensor]
     base_model: str | None
     """Where their backbone is, if the checkpoint says so."""
+    embedding: Tensor | None = None
+    """The backbone's input embedding, where it lies beside the heads."""
 
 
 def is_native(directory: Path) -> bool:
@@ -51,23 +54,10 @@ def read_published(directory: Path) -> PublishedHeads:
     entries = _entries(directory)
     found = head_tensors(directory)
     names = set(found)
-    if any(name.startswith(("hydra_mlp.", "hydra_lm_head.")) for name in names):
-        raise ValueError(
-            f"{directory} holds heads of the Hydra repository. They see token embeddings as the backbone has them, the "
-            "sequential heads here at unit size, so the weights would give other guesses; train sequential heads "
-            "instead (configs/hydra.yaml)"
-        )
+    if is_hydra(names, entries):
+        check_hydra(found, entries, directory)
     rename, kind = _renaming(names, directory)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in found.items():
-        new = rename(name)
-        if new is None:
-            continue
-        if new in tensors:
-            raise ValueError(f"{directory}: two tensors are {new} of the heads, the second is {name}")
-        if not all_finite(tensor):
-            raise ValueError(f"{directory}: tensor {name} holds NaN or infinity")
-        tensors[new] = tensor
+    tensors = _renamed(found, rename, directory)
     num_heads, num_layers, projection = _count(tensors, directory)
     _compare_counts(directory, entries, num_heads, num_layers)
     if kind == "vllm":
@@ -78,9 +68,33 @@ def read_published(directory: Path) -> PublishedHeads:
         for layer in range(num_layers):
             weight = tensors[f"{k}.{layer}.linear.weight"]
             tensors.setdefault(f"{k}.{layer}.linear.bias", weight.new_zeros(len(weight)))
-    config = MedusaConfig(num_heads=num_heads, num_layers=num_layers, projection=projection, draft_vocab=draft_vocab)
-    base = entries.get("base_model_name_or_path")
-    return PublishedHeads(kind, config, tensors, str(directory) if kind == "full model" else base)
+    sequential = kind == "hydra" and sees_tokens(found)
+    config = MedusaConfig(
+        num_heads=num_heads,
+        num_layers=num_layers,
+        projection=projection,
+        draft_vocab=draft_vocab,
+        sequential=sequential,
+        embedding_scale="raw" if sequential else "unit",
+        projection_bias=kind == "hydra",
+    )
+    base = str(directory) if kind == "full model" else entries.get("base_model_name_or_path")
+    return PublishedHeads(kind, config, tensors, base, found.get(EMBEDDING) if kind == "hydra" else None)
+
+
+def _renamed(found: dict[str, Tensor], rename: Callable[[str], str | None], directory: Path) -> dict[str, Tensor]:
+    """The heads' tensors under native names."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        new = rename(name)
+        if new is None:
+            continue
+        if new in tensors:
+            raise ValueError(f"{directory}: two tensors are {new} of the heads, the second is {name}")
+        if not all_finite(tensor):
+            raise ValueError(f"{directory}: tensor {name} holds NaN or infinity")
+        tensors[new] = tensor
+    return tensors
 
 
 def _entries(directory: Path) -> dict[str, Any]:
@@ -109,6 +123,9 @@ def _renaming(names: set[str], directory: Path) -> tuple[Callable[[str], str | N
     if any(name.removeprefix("medusa_heads.").startswith("blocks.") for name in names):
         layers = _layers(names, r"(?:medusa_heads\.)?blocks\.0\.layers\.(\d+)\.weight")
         return lambda name: _from_vllm(name.removeprefix("medusa_heads."), layers), "vllm"
+    if any(name.startswith("hydra_mlp.") for name in names):
+        layers = hydra_layers(names)
+        return lambda name: from_hydra(name, layers), "hydra"
     if any(BLOCK.fullmatch(name) for name in names):
         return lambda name: name if BLOCK.fullmatch(name) or PROJECTION.fullmatch(name) else None, "reference"
     shown = ", ".join(sorted(names)[:4]) or "those of a backbone"
@@ -170,10 +187,10 @@ def _count(tensors: dict[str, Tensor], directory: Path) -> tuple[int, int, str]:
 def _compare_counts(directory: Path, entries: dict[str, Any], num_heads: int, num_layers: int) -> None:
     """Say where config.json and the tensors disagree: such configurations were published, the tensors count."""
     for said, found in (
-        (("medusa_num_heads", "num_heads"), num_heads),
-        (("medusa_num_layers", "num_hidden_layers"), num_layers),
+        (("medusa_num_heads", "hydra_num_heads", "num_heads"), num_heads),
+        (("medusa_num_layers", "hydra_num_layers", "num_hidden_layers"), num_layers),
     ):
-        own = said if entries.get("model_type", "medusa") == "medusa" else said[:1]  # others are the backbone's
+        own = said if entries.get("model_type", "medusa") == "medusa" else said[:2]  # others are the backbone's
         for key in own:
             if key in entries and entries[key] != found:
                 warnings.warn(

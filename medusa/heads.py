@@ -118,7 +118,8 @@ class MedusaHeads(nn.ModuleList):
 
         with torch.device("meta" if empty else lm_weight.device):
             super().__init__(
-                MedusaHead(config, k, hidden_size, len(weight), bias is not None) for k in range(config.num_heads)
+                MedusaHead(config, k, hidden_size, len(weight), bias is not None or config.projection_bias)
+                for k in range(config.num_heads)
             )
         self.config = config
         self.transform = transform
@@ -127,16 +128,15 @@ class MedusaHeads(nn.ModuleList):
         self.register_buffer("shared_weight", None if own else weight, persistent=False)
         self.register_buffer("shared_bias", None if own else bias, persistent=False)
         self.register_buffer("unknown", None, persistent=False)
-        sees_tokens = config.root_conditioned or config.sequential
-        self.register_buffer("token_table", embedding.detach() if sees_tokens else None, persistent=False)
+        self.register_buffer("token_table", embedding.detach() if config.sees_tokens else None, persistent=False)
         self.to(dtype=lm_weight.dtype)
         if own and not empty:
             with torch.no_grad():
                 for k in range(config.num_heads):
                     own_weight, own_bias = self.projection(k)
                     own_weight.copy_(weight)
-                    if own_bias is not None and bias is not None:
-                        own_bias.copy_(bias)
+                    if own_bias is not None:
+                        own_bias.copy_(torch.zeros_like(own_bias) if bias is None else bias)
 
     def load(self, tensors: dict[str, Tensor], like: Tensor) -> None:
         """Take weights in the type and on the device of `like`.
@@ -209,8 +209,10 @@ class MedusaHeads(nn.ModuleList):
         hidden = hidden.to(next(self.parameters()).dtype)
         if self.token_table is None:
             return hidden, None
-        # Embeddings are tens of times smaller than final hidden states; at unit size the heads learn from them.
         embedded = F.embedding(path, self.token_table).to(hidden.dtype)
+        if self.config.embedding_scale == "raw":
+            return hidden, embedded
+        # Embeddings are tens of times smaller than final hidden states; at unit size the heads learn from them.
         return hidden, F.rms_norm(embedded, hidden.shape[-1:])
 
     def _features(self, k: int, hidden: Tensor, embedded: Tensor | None) -> Tensor:

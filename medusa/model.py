@@ -30,6 +30,7 @@ from .checkpoint import (
 from .config import MedusaConfig
 from .formats import is_native, match_backbone, read_published
 from .heads import MedusaHeads
+from .hydra_files import check_embedding
 from .loading import check_backbone, fold_adapter, found_from_everywhere, load_backbone, local_directory
 from .tree_search import TREE_FILE, SearchedTree
 
@@ -153,6 +154,8 @@ class MedusaModel(nn.Module):
             backbone = load_backbone(found.base_model, dtype, device_map)
         parts = Backbone(backbone)
         model = cls._empty(parts, found.config)
+        if found.embedding is not None:
+            check_embedding(found.embedding, parts.root_table, directory)
         tensors = match_backbone(found.tensors, model.heads.state_dict(), directory)
         check_tensors(directory, tensors, model.heads.state_dict())
         model.heads.load(tensors, parts.lm_weight)

@@ -66,7 +66,8 @@ def runs_in_engines(directory: Path, entries: dict[str, Any]) -> bool:
     sees_tokens = entries.get("medusa_root_conditioned", False) or entries.get("medusa_sequential", False)
     with safe_open(directory / HEADS_FILE, framework="pt") as handle:
         whole_vocabulary = DRAFT_VOCAB not in handle.keys()  # noqa: SIM118 (not a dict)
-    return not sees_tokens and whole_vocabulary and entries.get("medusa_projection", "own") == "own"
+    plain = not sees_tokens and not entries.get("medusa_projection_bias", False)
+    return plain and whole_vocabulary and entries.get("medusa_projection", "own") == "own"
 
 
 def _what(directory: Path, entries: dict[str, Any], base: str) -> str:

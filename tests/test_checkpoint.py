@@ -20,6 +20,7 @@ from medusa.checkpoint import CONFIG_FILE, DRAFT_VOCAB, HEADS_FILE, PROVENANCE_F
 from medusa.tree_search import TREE_FILE, search_tree
 
 DRAFT = (0, 3, 4, 50, VOCAB - 1)
+SEES = ({}, {"root_conditioned": True}, {"sequential": True}, {"sequential": True, "embedding_scale": "raw"})
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +63,7 @@ def everything_in(path: Path) -> dict[str, bytes]:
     "config",
     [
         {"projection": projection, "draft_vocab": draft, "num_layers": layers, **sees}
-        for projection, draft, layers, sees in itertools.product(
-            ("own", "shared"), (None, DRAFT), (1, 2), ({}, {"root_conditioned": True}, {"sequential": True})
-        )
+        for projection, draft, layers, sees in itertools.product(("own", "shared"), (None, DRAFT), (1, 2), SEES)
     ],
     ids=lambda config: "-".join(str(value) for value in config.values()),
 )
@@ -85,7 +84,11 @@ def test_weights_stay_in_their_file_and_learning_leaves_it_alone(backbone: PreTr
     before = everything_in(saved)
     loaded = MedusaModel.from_pretrained(saved, backbone=backbone)
     weight = loaded.heads.projection(0)[0]
-    assert weight.untyped_storage().nbytes() == len(before[HEADS_FILE])  # the file as it is mapped, not a copy
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        mapped = [line.split()[0] for line in maps.read_text().splitlines() if str(saved / HEADS_FILE) in line]
+        ranges = [[int(end, 16) for end in text.split("-")] for text in mapped]
+        assert any(start <= weight.data_ptr() < stop for start, stop in ranges), "the weights were copied"
     with torch.no_grad():
         for parameter in loaded.heads.parameters():
             assert parameter.data_ptr() % 64 == 0
@@ -93,6 +96,17 @@ def test_weights_stay_in_their_file_and_learning_leaves_it_alone(backbone: PreTr
     assert everything_in(saved) == before
     loaded.save_pretrained(saved)  # over the very file
     assert torch.equal(MedusaModel.from_pretrained(saved, backbone=backbone).heads.projection(0)[0], weight)
+
+
+def test_a_checkpoint_from_before_embeddings_had_a_scale(backbone: PreTrainedModel, tmp_path: Path) -> None:
+    medusa = tiny_medusa(backbone, num_heads=2, sequential=True)
+    medusa.save_pretrained(tmp_path / "heads")
+    entries = json.loads((tmp_path / "heads" / CONFIG_FILE).read_text())
+    del entries["medusa_embedding_scale"], entries["medusa_projection_bias"]
+    (tmp_path / "heads" / CONFIG_FILE).write_text(json.dumps(entries))
+    loaded = MedusaModel.from_pretrained(tmp_path / "heads", backbone=backbone)
+    assert loaded.config.embedding_scale == "unit"
+    assert torch.equal(head_logits(loaded), head_logits(medusa))
 
 
 def test_full_heads_are_a_reference_checkpoint(saved: Path) -> None:
@@ -376,6 +390,7 @@ def test_checkpoint_of_a_newer_version(saved: Path) -> None:
         ("medusa_num_layers", None, "num_layers is None"),
         ("medusa_projection", "mine", "projection is 'mine'"),
         ("medusa_root_conditioned", "no", "root_conditioned is 'no'"),
+        ("medusa_embedding_scale", "raw", "embedding_scale is 'raw', but these heads see no tokens"),
         ("hidden_size", "32", "hidden_size 32"),
         ("backbone_fingerprint", [1.0], "another LM head"),
     ],

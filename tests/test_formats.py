@@ -304,12 +304,6 @@ def test_two_tensors_for_one_place(backbone: PreTrainedModel, tmp_path: Path) ->
         MedusaModel.from_pretrained(write(tmp_path / "d", tensors, {}, "model.safetensors"), backbone=backbone)
 
 
-def test_hydra_heads_are_recognised_and_refused(backbone: PreTrainedModel, tmp_path: Path) -> None:
-    tensors = {"hydra_mlp.0.0.linear.weight": torch.ones(32, 64), "hydra_lm_head.0.0.weight": torch.ones(VOCAB, 32)}
-    with pytest.raises(ValueError, match="Hydra repository"):
-        MedusaModel.from_pretrained(write(tmp_path / "h", tensors, {}, "hydra_lm_head.pt"), backbone=backbone)
-
-
 def test_published_heads_decode(backbone: PreTrainedModel, base: Path, tmp_path: Path) -> None:
     from medusa.inference import MedusaDecoder
 

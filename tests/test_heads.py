@@ -154,6 +154,24 @@ def test_size_of_the_embedding_does_not_matter() -> None:
     torch.testing.assert_close(logits(1.0), logits(100.0), rtol=1e-4, atol=1e-4)
 
 
+def test_raw_embeddings_are_seen_as_the_backbone_has_them() -> None:
+    medusa = tiny_medusa(shared_model("llama"), num_heads=1, root_conditioned=True, embedding_scale="raw")
+    state, table = medusa.heads.state_dict(), medusa.backbone.root_table
+    hidden, root = torch.randn(5, 32, dtype=torch.float64), prompt_of(5)[0]
+    x = torch.cat([hidden, table[root]], dim=1)
+    x = hidden + F.silu(x @ state["0.0.linear.weight"].T + state["0.0.linear.bias"])
+    torch.testing.assert_close(medusa.heads(hidden, root)[0], x @ state["0.1.weight"].T)
+
+
+def test_a_projection_bias_of_its_own_starts_at_zero() -> None:
+    heads = MedusaModel.attach(shared_model("llama"), MedusaConfig(num_heads=1, projection_bias=True)).heads
+    assert not heads.state_dict()["0.1.bias"].any()
+    copied = MedusaModel.attach(shared_model("phi"), MedusaConfig(num_heads=1, projection_bias=True)).heads
+    assert torch.equal(copied.state_dict()["0.1.bias"], shared_model("phi").lm_head.bias)
+    with pytest.raises(ValueError, match=r"projection_bias is true, but the heads share"):
+        MedusaConfig(projection="shared", projection_bias=True)
+
+
 def test_draft_ids_round_trip() -> None:
     heads = tiny_medusa(shared_model("llama"), num_heads=1, draft_vocab=DRAFT).heads
     assert heads.draft_size == len(DRAFT)
@@ -189,6 +207,9 @@ def test_draft_vocabulary_must_fit_the_lm_head() -> None:
         ("projection", "mine"),
         ("root_conditioned", "no"),
         ("sequential", 1),
+        ("embedding_scale", "large"),
+        ("embedding_scale", "raw"),
+        ("projection_bias", "yes"),
         ("draft_vocab", []),
         ("draft_vocab", [3, 2]),
         ("draft_vocab", [2, 2]),

@@ -258,3 +258,23 @@ def test_heads_start_where_others_ended(model_path: Path, data: Path, tmp_path: 
     assert torch.equal(weights(first)["draft_vocab"], weights(second)["draft_vocab"])
     with pytest.raises(ValueError, match=r"missing 3\.0\.linear\.weight"):
         run(model_path, data, tmp_path / "third", "heads.num_heads=4", f"heads.init_from={first}")
+    with pytest.raises(ValueError, match=r"see embeddings at unit scale.*set heads\.embedding_scale=unit"):
+        run(model_path, data, tmp_path / "raw", "heads.embedding_scale=raw", f"heads.init_from={first}")
+
+
+def test_heads_like_those_of_the_hydra_repository_learn_and_learn_on(
+    model_path: Path, data: Path, tmp_path: Path
+) -> None:
+    shape = [
+        "projection=own",
+        "root_conditioned=false",
+        "sequential=true",
+        "embedding_scale=raw",
+        "projection_bias=true",
+    ]
+    options = [f"heads.{option}" for option in shape]
+    first = run(model_path, data, tmp_path / "first", *options, "optimization.epochs=4")
+    assert weights(first)["0.1.bias"].any(), "the bias learns too"
+    assert MedusaModel.from_pretrained(first).config.embedding_scale == "raw"
+    run(model_path, data, tmp_path / "second", *options, "optimization.max_steps=1", f"heads.init_from={first}")
+    assert log(tmp_path / "second")[0]["loss"] < 0.9 * log(tmp_path / "first")[0]["loss"]

@@ -33,6 +33,8 @@ class HeadsSection:
     projection: str = "own"
     root_conditioned: bool = False
     sequential: bool = False
+    embedding_scale: str = "unit"
+    projection_bias: bool = False
     draft_vocab_size: int | None = None
     """Let the heads choose from the most frequent tokens of the training answers only; none: the whole vocabulary."""
     init_from: str | None = None

@@ -5,8 +5,7 @@ joint.py).
 """
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ from accelerate.utils import DistributedType, set_seed
 from torch.distributed.fsdp import FSDPModule
 
 from medusa.backbone import Backbone
-from medusa.checkpoint import HEADS_FILE, check_tensors, read_heads
-from medusa.config import MedusaConfig
-from medusa.heads import MedusaHeads
 from medusa.loading import load_backbone, load_tokenizer
 from medusa.model import MedusaModel
 from medusa.progress import progress_bar
@@ -27,6 +23,7 @@ from .config_file import as_dict, save_config
 from .finish import finish, put_together
 from .heads_stage import start_heads, take_heads_step
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
+from .initial_heads import init_heads, initial_config
 from .joint import start_joint, take_joint_step
 from .metrics import measure, step_metrics
 from .provenance import provenance
@@ -37,7 +34,7 @@ from .schedule import Schedule
 from .sharding import gathered, load_optimizer_state, optimizer_state, whole
 from .state_cache import cached_states
 from .stopping import stop_asked, undivided
-from .supervision import IGNORE, TrainingRow
+from .supervision import TrainingRow
 from .tracking import Tracker
 
 NON_FINITE_LIMIT = 5
@@ -139,7 +136,7 @@ def prepare(config: TrainConfig, decode: Decode | None) -> Run:
     accelerator.print(f"{config.data.train}: {report.summary()}; {coverage(rows)}")
     section = config.backbone
     backbone = load_backbone(section.path, section.dtype, {"": accelerator.device}, section.quantization)
-    model = MedusaModel.attach(backbone, heads_config(config, rows))
+    model = MedusaModel.attach(backbone, initial_config(config, rows))
     model.heads.float()
     if config.heads.init_from is not None:
         init_heads(model.heads, Path(config.heads.init_from))
@@ -156,17 +153,6 @@ def prepare(config: TrainConfig, decode: Decode | None) -> Run:
     if isinstance(states, RecordedHiddenStates) and config.joint.method == "none" and not decodes:
         model.backbone.decoder.to("meta")  # the heads learn without it; LM head and embedding are held elsewhere
     return Run(config, accelerator, model, tokenizer, rows, report, states, held_out, dtype)
-
-
-def init_heads(heads: MedusaHeads, directory: Path) -> None:
-    """Start from the heads of a checkpoint.
-
-    Raises:
-        ValueError: it is missing or damaged, or its heads are of another shape; every tensor that differs is named.
-    """
-    tensors, _ = read_heads(directory)
-    check_tensors(directory / HEADS_FILE, tensors, heads.state_dict())
-    heads.load_state_dict(tensors)
 
 
 def hidden_states(
@@ -274,24 +260,3 @@ def restore(run: Run, stored: dict[str, Any]) -> int:
     run.model.heads.load_state_dict(stored["heads"])
     run.accelerator.print(f"continuing {run.config.output.dir} after step {stored['step']}")
     return int(stored["step"])
-
-
-def heads_config(config: TrainConfig, rows: list[TrainingRow]) -> MedusaConfig:
-    """The heads' architecture, the draft vocabulary counted from the rows' answers."""
-    heads = config.heads
-    vocab: Sequence[int] | None = None
-    if heads.init_from is not None:
-        _, vocab = read_heads(Path(heads.init_from))
-    elif heads.draft_vocab_size is not None:
-        if heads.draft_vocab_size < 1:
-            raise ValueError(f"heads.draft_vocab_size is {heads.draft_vocab_size}; it must be at least 1, or null")
-        counts = Counter(label for row in rows for label in row.labels if label != IGNORE)
-        vocab = sorted(token for token, _ in counts.most_common(heads.draft_vocab_size))
-    return MedusaConfig(
-        num_heads=heads.num_heads,
-        num_layers=heads.num_layers,
-        projection=heads.projection,
-        draft_vocab=vocab,
-        root_conditioned=heads.root_conditioned,
-        sequential=heads.sequential,
-    )
