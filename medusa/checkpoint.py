@@ -72,13 +72,6 @@ def _umask() -> int:
     return mask
 
 
-def fingerprint(weight: Tensor) -> list[float]:
-    """A few entries of the LM head, spread over it: enough to tell one backbone from another in any dtype."""
-    flat = weight.detach().flatten()
-    entries = torch.linspace(0, len(flat) - 1, steps=min(32, len(flat)), dtype=torch.float64).long()
-    return [round(value, 6) for value in flat[entries.to(flat.device)].float().tolist()]
-
-
 def write_heads(directory: Path, state: dict[str, Tensor], config: MedusaConfig, facts: dict[str, Any]) -> None:
     """Write heads and configuration into an existing directory and read them back.
 
@@ -118,6 +111,53 @@ def write_heads(directory: Path, state: dict[str, Tensor], config: MedusaConfig,
     (directory / CONFIG_FILE).write_text(json.dumps(entries, indent=2) + "\n")
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Say what the file system refuses as an error for users.
+
+    Raises:
+        ValueError: something inside the block may not be read, or cannot be.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {path} ({error.strerror or error}); give this user the right to read it, or copy it again"
+        ) from error
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        ValueError: it cannot be read or is not JSON.
+    """
+    with readable(file):
+        raw = file.read_bytes()
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} is not JSON ({error}); the checkpoint is damaged, copy or download it again"
+        ) from error
+
+
+def config_entries(directory: Path) -> dict[str, Any]:
+    """config.json, which heads of other projects may lack.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    file = directory / CONFIG_FILE
+    with readable(directory):
+        if not file.is_file():
+            return {}
+    entries = read_json(file)
+    if not isinstance(entries, dict):
+        raise ValueError(f"{directory} holds no Medusa heads: its {CONFIG_FILE} has no entries")
+    return entries
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Read a checkpoint's config.json.
 
@@ -125,14 +165,12 @@ def read_config(directory: Path) -> dict[str, Any]:
         ValueError: the directory or the file is missing, is not JSON, or belongs to something else.
     """
     file = directory / CONFIG_FILE
-    if not directory.is_dir():
-        raise ValueError(f"there is no directory {directory}; give the path of a Medusa checkpoint or its hub id")
-    if not file.is_file():
-        raise ValueError(f"{directory} is not a Medusa checkpoint: it has no {CONFIG_FILE}")
-    try:
-        entries = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); the checkpoint is damaged") from error
+    with readable(directory):
+        if not directory.is_dir():
+            raise ValueError(f"there is no directory {directory}; give the path of a Medusa checkpoint or its hub id")
+        if not file.is_file():
+            raise ValueError(f"{directory} is not a Medusa checkpoint: it has no {CONFIG_FILE}")
+    entries = read_json(file)
     if not isinstance(entries, dict) or "medusa_num_heads" not in entries:
         kind = entries.get("model_type") if isinstance(entries, dict) else None
         raise ValueError(

@@ -3,7 +3,6 @@
 K heads, L residual blocks of each.
 """
 
-import json
 import re
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import CONFIG_FILE
+from .checkpoint import CONFIG_FILE, config_entries, readable
 from .config import MedusaConfig
 from .weight_files import head_tensors, weight_files
 
@@ -33,12 +32,19 @@ class PublishedHeads:
     tensors: dict[str, Tensor]
     base_model: str | None
     """Where their backbone is, if the checkpoint says so."""
+    entries: dict[str, Any]
+    """What config.json says."""
 
 
 def is_native(directory: Path) -> bool:
-    """Whether to read a checkpoint as this project's own: it says so, or it holds nothing else that could be heads."""
+    """Whether to read a checkpoint as this project's own: it says so, or it holds nothing else that could be heads.
+
+    Raises:
+        ValueError: it may not be read.
+    """
     file = directory / CONFIG_FILE
-    return (file.is_file() and b'"medusa_format_version"' in file.read_bytes()) or not weight_files(directory)
+    with readable(directory):
+        return (file.is_file() and b'"medusa_format_version"' in file.read_bytes()) or not weight_files(directory)
 
 
 def read_published(directory: Path) -> PublishedHeads:
@@ -47,7 +53,7 @@ def read_published(directory: Path) -> PublishedHeads:
     Raises:
         ValueError: there are no heads, they are damaged or incomplete, or of a kind that cannot be decoded here.
     """
-    entries = _entries(directory)
+    entries = config_entries(directory)
     found = head_tensors(directory)
     names = set(found)
     if any(name.startswith(("hydra_mlp.", "hydra_lm_head.")) for name in names):
@@ -79,21 +85,7 @@ def read_published(directory: Path) -> PublishedHeads:
             tensors.setdefault(f"{k}.{layer}.linear.bias", weight.new_zeros(len(weight)))
     config = MedusaConfig(num_heads=num_heads, num_layers=num_layers, projection=projection, draft_vocab=draft_vocab)
     base = entries.get("base_model_name_or_path")
-    return PublishedHeads(kind, config, tensors, str(directory) if kind == "full model" else base)
-
-
-def _entries(directory: Path) -> dict[str, Any]:
-    """config.json, which such checkpoints may lack."""
-    file = directory / CONFIG_FILE
-    if not file.is_file():
-        return {}
-    try:
-        entries = json.loads(file.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); the checkpoint is damaged") from error
-    if not isinstance(entries, dict):
-        raise ValueError(f"{directory} holds no Medusa heads: its {CONFIG_FILE} has no entries")
-    return entries
+    return PublishedHeads(kind, config, tensors, str(directory) if kind == "full model" else base, entries)
 
 
 def _renaming(names: set[str], directory: Path) -> tuple[Callable[[str], str | None], str]:

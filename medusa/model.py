@@ -1,6 +1,5 @@
 """A backbone with heads."""
 
-import hashlib
 import json
 import tempfile
 from pathlib import Path
@@ -21,16 +20,16 @@ from .checkpoint import (
     PROVENANCE_FILE,
     atomic_directory,
     check_tensors,
-    fingerprint,
     heads_config,
     read_config,
     read_heads,
     write_heads,
 )
+from .compatibility import backbone_facts, check_backbone, template_fact
 from .config import MedusaConfig
 from .formats import is_native, match_backbone, read_published
 from .heads import MedusaHeads
-from .loading import check_backbone, fold_adapter, found_from_everywhere, load_backbone, local_directory
+from .loading import fold_adapter, found_from_everywhere, load_backbone, local_directory
 from .tree_search import TREE_FILE, SearchedTree
 
 if TYPE_CHECKING:
@@ -154,6 +153,8 @@ class MedusaModel(nn.Module):
         model = cls.attach(backbone, found.config)
         tensors = match_backbone(found.tensors, model.heads.state_dict(), directory)
         check_tensors(directory, tensors, model.heads.state_dict())
+        if "backbone_fingerprint" in found.entries:  # exported from a native checkpoint
+            check_backbone(directory, found.entries, model.backbone)
         model.heads.load_state_dict(tensors)
         if (directory / TREE_FILE).exists():
             model.searched_tree = SearchedTree.load(directory)
@@ -186,13 +187,10 @@ class MedusaModel(nn.Module):
         """
         facts = {
             "base_model_name_or_path": found_from_everywhere(self.model.config._name_or_path),
-            "hidden_size": self.backbone.hidden_size,
-            "vocab_size": self.backbone.vocab_size,
-            "backbone_fingerprint": fingerprint(self.backbone.lm_weight),
+            **backbone_facts(self.backbone),
         }
-        if tokenizer is not None and tokenizer.chat_template:
-            facts["chat_template_sha256"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
         if tokenizer is not None:
+            facts |= template_fact(tokenizer)
             facts["tokenizer_size"] = max(tokenizer.get_vocab().values()) + 1
         elif self.known_tokens < self.backbone.vocab_size:
             facts["tokenizer_size"] = self.known_tokens

@@ -258,3 +258,16 @@ def test_heads_start_where_others_ended(model_path: Path, data: Path, tmp_path: 
     assert torch.equal(weights(first)["draft_vocab"], weights(second)["draft_vocab"])
     with pytest.raises(ValueError, match=r"missing 3\.0\.linear\.weight"):
         run(model_path, data, tmp_path / "third", "heads.num_heads=4", f"heads.init_from={first}")
+
+
+def test_heads_that_start_on_another_backbone_are_told(model_path: Path, data: Path, tmp_path: Path) -> None:
+    first = run(model_path, data, tmp_path / "first", "optimization.max_steps=1")
+    entries = json.loads((first / "config.json").read_text())
+    entries["backbone_fingerprint"][0] += 1
+    entries["chat_template_sha256"] = "0" * 64
+    (first / "config.json").write_text(json.dumps(entries))
+    with (
+        pytest.warns(UserWarning, match=r"another backbone than .*another LM head"),
+        pytest.warns(UserWarning, match=r"another chat template"),
+    ):
+        run(model_path, data, tmp_path / "second", "optimization.max_steps=1", f"heads.init_from={first}")

@@ -15,9 +15,8 @@ from accelerate.utils import DistributedType, set_seed
 from torch.distributed.fsdp import FSDPModule
 
 from medusa.backbone import Backbone
-from medusa.checkpoint import HEADS_FILE, check_tensors, read_heads
+from medusa.checkpoint import read_heads
 from medusa.config import MedusaConfig
-from medusa.heads import MedusaHeads
 from medusa.loading import load_backbone, load_tokenizer
 from medusa.model import MedusaModel
 from medusa.progress import progress_bar
@@ -27,6 +26,7 @@ from .config_file import as_dict, save_config
 from .finish import finish, put_together
 from .heads_stage import start_heads, take_heads_step
 from .hidden_states import HiddenStates, LiveHiddenStates, RecordedHiddenStates, recording_directory
+from .init_from import init_heads
 from .joint import start_joint, take_joint_step
 from .metrics import measure, step_metrics
 from .provenance import provenance
@@ -142,7 +142,7 @@ def prepare(config: TrainConfig, decode: Decode | None) -> Run:
     model = MedusaModel.attach(backbone, heads_config(config, rows))
     model.heads.float()
     if config.heads.init_from is not None:
-        init_heads(model.heads, Path(config.heads.init_from))
+        init_heads(model, tokenizer, config)
     states = hidden_states(config, config.data.train, model.backbone, rows, accelerator)
     held_out = None
     decodes = decode is not None and config.output.decode_prompts > 0
@@ -156,17 +156,6 @@ def prepare(config: TrainConfig, decode: Decode | None) -> Run:
     if isinstance(states, RecordedHiddenStates) and config.joint.method == "none" and not decodes:
         model.backbone.decoder.to("meta")  # the heads learn without it; LM head and embedding are held elsewhere
     return Run(config, accelerator, model, tokenizer, rows, report, states, held_out, dtype)
-
-
-def init_heads(heads: MedusaHeads, directory: Path) -> None:
-    """Start from the heads of a checkpoint.
-
-    Raises:
-        ValueError: it is missing or damaged, or its heads are of another shape; every tensor that differs is named.
-    """
-    tensors, _ = read_heads(directory)
-    check_tensors(directory / HEADS_FILE, tensors, heads.state_dict())
-    heads.load_state_dict(tensors)
 
 
 def hidden_states(
