@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medusa.checkpoint import HEADS_FILE, check_tensors, heads_config, read_config, read_heads
+from medusa.checkpoint import HEADS_FILE, heads_config, read_config, read_heads, tokenizer_size
 from medusa.compatibility import lm_head_differences
 from medusa.heads import LogitTransform, MedusaHeads
+from medusa.tensor_checks import check_counts, check_tensors
 
 from .chain import Chain
 
@@ -170,8 +171,9 @@ def load_heads(directory: Path, target: nn.Module) -> MedusaHeads:
         )
     # What the model does to its logits does not change which is the largest.
     config = heads_config(entries, draft_vocab)
+    check_counts(directory / HEADS_FILE, tensors, config)
     heads = MedusaHeads(config, lm_weight, lm_bias, embedding.weight[:known_rows], LogitTransform())
     check_tensors(directory / HEADS_FILE, tensors, heads.state_dict())
     heads.load_state_dict(tensors)
-    heads.limit_tokens(entries.get("tokenizer_size", len(lm_weight)))
+    heads.limit_tokens(tokenizer_size(directory, entries, len(lm_weight)))
     return heads.requires_grad_(False)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .config import MedusaConfig
+from .tensor_checks import check_values, token_ids
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 CONFIG_FILE = "config.json"
@@ -185,6 +186,20 @@ def read_config(directory: Path) -> dict[str, Any]:
     return entries
 
 
+def tokenizer_size(directory: Path, entries: dict[str, Any], vocab_size: int) -> int:
+    """How many ids the tokenizer has; all of the backbone's where config.json does not say.
+
+    Raises:
+        ValueError: what it says is no count.
+    """
+    size = entries.get("tokenizer_size", vocab_size)
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(
+            f"{directory / CONFIG_FILE}: tokenizer_size is {size!r}, not a count of tokens; copy or download it again"
+        )
+    return size
+
+
 def heads_config(entries: dict[str, Any], draft_vocab: tuple[int, ...] | None) -> MedusaConfig:
     """The heads' architecture, from what config.json says and the draft vocabulary that lies beside the tensors."""
     return MedusaConfig(
@@ -203,33 +218,41 @@ def read_heads(directory: Path) -> tuple[dict[str, Tensor], tuple[int, ...] | No
     Raises:
         ValueError: the file is missing, truncated, or holds values that are not finite.
     """
-    file = directory / HEADS_FILE
-    if not file.is_file():
-        raise ValueError(f"{directory} has no {HEADS_FILE}: the checkpoint is incomplete, copy or download it again")
-    try:
-        with safe_open(file, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{file}: tensor {name} holds NaN or infinity")
+    file = heads_file(directory)
+    with opened(file) as handle:
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
     vocab = tensors.pop(DRAFT_VOCAB, None)
-    return tensors, None if vocab is None else tuple(vocab.tolist())
+    for name, tensor in tensors.items():
+        check_values(file, name, tensor)
+    return tensors, None if vocab is None else token_ids(file, DRAFT_VOCAB, vocab)
 
 
-def check_tensors(file: Path, stored: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare names and shapes with what the configuration asks for.
+def heads_file(directory: Path) -> Path:
+    """Where a native checkpoint's heads are.
 
     Raises:
-        ValueError: every missing, unexpected and wrongly shaped tensor is named.
+        ValueError: they are not there.
     """
-    problems = [f"missing {name}" for name in expected if name not in stored]
-    problems += [f"unexpected {name}" for name in stored if name not in expected]
-    problems += [
-        f"{name} has shape {tuple(stored[name].shape)}, expected {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in stored and stored[name].shape != tensor.shape
-    ]
-    if problems:
-        raise ValueError(f"{file} does not hold the heads that its config.json describes: " + "; ".join(problems))
+    file = directory / HEADS_FILE
+    with readable(directory):
+        if not file.is_file():
+            raise ValueError(
+                f"{directory} has no {HEADS_FILE}: the checkpoint is incomplete, copy or download it again"
+            )
+    return file
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """A safetensors file, mapped into memory.
+
+    Raises:
+        ValueError: it cannot be read or is damaged.
+    """
+    try:
+        with readable(file), file.open("rb"):  # safetensors names the reason less plainly
+            pass
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error

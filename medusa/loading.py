@@ -15,6 +15,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from .checkpoint import readable
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -38,8 +40,9 @@ def local_directory(path_or_hub_id: str | Path) -> Path:
     Raises:
         ValueError: there is neither such a directory nor such a repository.
     """
-    if Path(path_or_hub_id).is_dir():
-        return Path(path_or_hub_id)
+    with readable(Path(path_or_hub_id)):
+        if Path(path_or_hub_id).is_dir():
+            return Path(path_or_hub_id)
     try:
         return Path(snapshot_download(str(path_or_hub_id)))
     except Exception as error:  # the hub client raises a dozen kinds, all mean the same here

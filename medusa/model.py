@@ -19,10 +19,10 @@ from .checkpoint import (
     HEADS_FILE,
     PROVENANCE_FILE,
     atomic_directory,
-    check_tensors,
     heads_config,
     read_config,
     read_heads,
+    tokenizer_size,
     write_heads,
 )
 from .compatibility import backbone_facts, check_backbone, template_fact
@@ -30,6 +30,7 @@ from .config import MedusaConfig
 from .formats import is_native, match_backbone, read_published
 from .heads import MedusaHeads
 from .loading import fold_adapter, found_from_everywhere, load_backbone, local_directory
+from .tensor_checks import check_counts, check_tensors
 from .tree_search import TREE_FILE, SearchedTree
 
 if TYPE_CHECKING:
@@ -116,11 +117,12 @@ class MedusaModel(nn.Module):
             return cls._from_published(directory, dtype, device_map, backbone)
         entries = read_config(directory)
         tensors, draft_vocab = read_heads(directory)
+        config = heads_config(entries, draft_vocab)
+        check_counts(directory / HEADS_FILE, tensors, config)
         if backbone is None:
             own = directory / BACKBONE_FOLDER
             name = str(own) if own.is_dir() else entries.get("base_model_name_or_path")
             backbone = load_backbone(name, dtype, device_map)
-        config = heads_config(entries, draft_vocab)
         parts = Backbone(backbone)
         check_backbone(directory, entries, parts)
         if (directory / ADAPTER_FOLDER).is_dir():
@@ -128,7 +130,7 @@ class MedusaModel(nn.Module):
         model = cls.attach_parts(parts, config)
         check_tensors(directory / HEADS_FILE, tensors, model.heads.state_dict())
         model.heads.load_state_dict(tensors)
-        model.limit_tokens(entries.get("tokenizer_size", parts.vocab_size))
+        model.limit_tokens(tokenizer_size(directory, entries, parts.vocab_size))
         if (directory / TREE_FILE).exists():
             model.searched_tree = SearchedTree.load(directory)
         return model

@@ -4,9 +4,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from medusa.checkpoint import HEADS_FILE, check_tensors, config_entries, read_heads
+from medusa.checkpoint import HEADS_FILE, config_entries, read_heads
 from medusa.compatibility import backbone_differences, warn_of_template
 from medusa.model import MedusaModel
+from medusa.tensor_checks import check_tensors
 
 from .config import TrainConfig
 
