@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medusa.checkpoint import HEADS_FILE, check_tensors, fingerprint, heads_config, read_config, read_heads
+from medusa.checkpoint import HEADS_FILE, heads_config, read_config, read_heads, tokenizer_size
+from medusa.compatibility import lm_head_differences
 from medusa.heads import LogitTransform, MedusaHeads
+from medusa.tensor_checks import check_counts, check_tensors
 
 from .chain import Chain
 
@@ -162,16 +164,16 @@ def load_heads(directory: Path, target: nn.Module) -> MedusaHeads:
     known_rows = embedding.org_vocab_size  # vLLM pads the vocabulary
     lm_weight = (embedding if lm_head is None else lm_head).weight[:known_rows]  # a tied one is the embedding itself
     lm_bias = None if lm_head is None or lm_head.bias is None else lm_head.bias[:known_rows]
-    known, found = torch.tensor(entries.get("backbone_fingerprint", [])), torch.tensor(fingerprint(lm_weight))
-    if len(known) and not torch.allclose(found, known, rtol=0.02, atol=1e-4):
+    if wrong := lm_head_differences(directory, entries, lm_weight):
         raise ValueError(
-            f"{directory} was made for a model with another LM head, so its guesses would be wrong; "
+            f"{directory} was made for a model with {wrong[0]}, so its guesses would be wrong; "
             f"serve {entries.get('base_model_name_or_path')!r}"
         )
     # What the model does to its logits does not change which is the largest.
     config = heads_config(entries, draft_vocab)
+    check_counts(directory / HEADS_FILE, tensors, config)
     heads = MedusaHeads(config, lm_weight, lm_bias, embedding.weight[:known_rows], LogitTransform())
     check_tensors(directory / HEADS_FILE, tensors, heads.state_dict())
     heads.load_state_dict(tensors)
-    heads.limit_tokens(entries.get("tokenizer_size", len(lm_weight)))
+    heads.limit_tokens(tokenizer_size(directory, entries, len(lm_weight)))
     return heads.requires_grad_(False)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from .config import MedusaConfig
+from .tensor_checks import check_values, token_ids
 from .tensor_stream import PlannedTensor, all_finite, write_stream
 
 HEADS_FILE = "medusa_lm_head.safetensors"
@@ -74,13 +75,6 @@ def _umask() -> int:
     return mask
 
 
-def fingerprint(weight: Tensor) -> list[float]:
-    """A few entries of the LM head, spread over it: enough to tell one backbone from another in any dtype."""
-    flat = weight.detach().flatten()
-    entries = torch.linspace(0, len(flat) - 1, steps=min(32, len(flat)), dtype=torch.float64).long()
-    return [round(value, 6) for value in flat[entries.to(flat.device)].float().tolist()]
-
-
 def write_heads(directory: Path, state: dict[str, Tensor], config: MedusaConfig, facts: dict[str, Any]) -> None:
     """Write heads and configuration into an existing directory and read them back.
 
@@ -128,6 +122,53 @@ def write_heads(directory: Path, state: dict[str, Tensor], config: MedusaConfig,
     (directory / CONFIG_FILE).write_text(json.dumps(entries, indent=2) + "\n")
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Say what the file system refuses as an error for users.
+
+    Raises:
+        ValueError: something inside the block may not be read, or cannot be.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {path} ({error.strerror or error}); give this user the right to read it, or copy it again"
+        ) from error
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        ValueError: it cannot be read or is not JSON.
+    """
+    with readable(file):
+        raw = file.read_bytes()
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} is not JSON ({error}); the checkpoint is damaged, copy or download it again"
+        ) from error
+
+
+def config_entries(directory: Path) -> dict[str, Any]:
+    """config.json, which heads of other projects may lack.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    file = directory / CONFIG_FILE
+    with readable(directory):
+        if not file.is_file():
+            return {}
+    entries = read_json(file)
+    if not isinstance(entries, dict):
+        raise ValueError(f"{directory} holds no Medusa heads: its {CONFIG_FILE} has no entries")
+    return entries
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Read a checkpoint's config.json.
 
@@ -135,14 +176,12 @@ def read_config(directory: Path) -> dict[str, Any]:
         ValueError: the directory or the file is missing, is not JSON, or belongs to something else.
     """
     file = directory / CONFIG_FILE
-    if not directory.is_dir():
-        raise ValueError(f"there is no directory {directory}; give the path of a Medusa checkpoint or its hub id")
-    if not file.is_file():
-        raise ValueError(f"{directory} is not a Medusa checkpoint: it has no {CONFIG_FILE}")
-    try:
-        entries = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); the checkpoint is damaged") from error
+    with readable(directory):
+        if not directory.is_dir():
+            raise ValueError(f"there is no directory {directory}; give the path of a Medusa checkpoint or its hub id")
+        if not file.is_file():
+            raise ValueError(f"{directory} is not a Medusa checkpoint: it has no {CONFIG_FILE}")
+    entries = read_json(file)
     if not isinstance(entries, dict) or "medusa_num_heads" not in entries:
         kind = entries.get("model_type") if isinstance(entries, dict) else None
         raise ValueError(
@@ -155,6 +194,20 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{directory} was made by a newer medusa-heads (format {version}; this one reads {FORMAT_VERSION})"
         )
     return entries
+
+
+def tokenizer_size(directory: Path, entries: dict[str, Any], vocab_size: int) -> int:
+    """How many ids the tokenizer has; all of the backbone's where config.json does not say.
+
+    Raises:
+        ValueError: what it says is no count.
+    """
+    size = entries.get("tokenizer_size", vocab_size)
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(
+            f"{directory / CONFIG_FILE}: tokenizer_size is {size!r}, not a count of tokens; copy or download it again"
+        )
+    return size
 
 
 def heads_config(entries: dict[str, Any], draft_vocab: tuple[int, ...] | None) -> MedusaConfig:
@@ -177,33 +230,41 @@ def read_heads(directory: Path) -> tuple[dict[str, Tensor], tuple[int, ...] | No
     Raises:
         ValueError: the file is missing, truncated, or holds values that are not finite.
     """
-    file = directory / HEADS_FILE
-    if not file.is_file():
-        raise ValueError(f"{directory} has no {HEADS_FILE}: the checkpoint is incomplete, copy or download it again")
-    try:
-        with safe_open(file, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
-    for name, tensor in tensors.items():
-        if not all_finite(tensor):
-            raise ValueError(f"{file}: tensor {name} holds NaN or infinity")
+    file = heads_file(directory)
+    with opened(file) as handle:
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
     vocab = tensors.pop(DRAFT_VOCAB, None)
-    return tensors, None if vocab is None else tuple(vocab.tolist())
+    for name, tensor in tensors.items():
+        check_values(file, name, tensor)
+    return tensors, None if vocab is None else token_ids(file, DRAFT_VOCAB, vocab)
 
 
-def check_tensors(file: Path, stored: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare names and shapes with what the configuration asks for.
+def heads_file(directory: Path) -> Path:
+    """Where a native checkpoint's heads are.
 
     Raises:
-        ValueError: every missing, unexpected and wrongly shaped tensor is named.
+        ValueError: they are not there.
     """
-    problems = [f"missing {name}" for name in expected if name not in stored]
-    problems += [f"unexpected {name}" for name in stored if name not in expected]
-    problems += [
-        f"{name} has shape {tuple(stored[name].shape)}, expected {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in stored and stored[name].shape != tensor.shape
-    ]
-    if problems:
-        raise ValueError(f"{file} does not hold the heads that its config.json describes: " + "; ".join(problems))
+    file = directory / HEADS_FILE
+    with readable(directory):
+        if not file.is_file():
+            raise ValueError(
+                f"{directory} has no {HEADS_FILE}: the checkpoint is incomplete, copy or download it again"
+            )
+    return file
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """A safetensors file, mapped into memory.
+
+    Raises:
+        ValueError: it cannot be read or is damaged.
+    """
+    try:
+        with readable(file), file.open("rb"):  # safetensors names the reason less plainly
+            pass
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error

@@ -48,14 +48,19 @@ def show(as_json: bool, figures: dict[str, Any], columns: list[str], rows: list[
 
 
 def load(checkpoint: str, dtype: str) -> tuple["MedusaModel", Any]:
-    """The model and the tokenizer of a checkpoint."""
+    """The model and the tokenizer of a checkpoint; a warning where the heads learned with another chat template."""
     from medusa import MedusaModel
+    from medusa.checkpoint import config_entries
+    from medusa.compatibility import warn_of_template
     from medusa.loading import load_tokenizer, local_directory
 
     directory = local_directory(checkpoint)
     model = MedusaModel.from_pretrained(directory, dtype=dtype)
     has_tokenizer = (directory / "tokenizer_config.json").exists()
-    return model, load_tokenizer(str(directory) if has_tokenizer else model.model.config._name_or_path)
+    whose = str(directory) if has_tokenizer else model.model.config._name_or_path
+    tokenizer = load_tokenizer(whose)
+    warn_of_template(directory, config_entries(directory), tokenizer, whose)
+    return model, tokenizer
 
 
 def make_decoder(

@@ -29,7 +29,7 @@ def inspect(
 
 
 def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
-    from .checkpoint import EVALUATION_FILE
+    from .checkpoint import EVALUATION_FILE, read_json
     from .formats import is_native
     from .tree_search import TREE_FILE, SearchedTree
 
@@ -39,7 +39,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         figures["tree_nodes"] = len(searched.paths) + 1
         figures["tree_tokens_per_step"] = round(searched.tokens_per_step(len(searched.paths) + 1), 3)
     if (directory / EVALUATION_FILE).exists():
-        figures["accuracy"] = json.loads((directory / EVALUATION_FILE).read_text())
+        figures["accuracy"] = read_json(directory / EVALUATION_FILE)
     show(as_json, figures, ["", ""], [[key, str(value)] for key, value in figures.items()], str(directory))
 
 

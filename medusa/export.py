@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 CHOICES_FILE = "medusa_choices.json"
-CHECKPOINT_FACTS = ("tokenizer_size", "backbone_fingerprint", "chat_template_sha256")
+CHECKPOINT_FACTS = ("tokenizer_size", "backbone_fingerprint", "backbone_architecture", "chat_template_sha256")
 """Entries of a native config.json that no engine reads, and that tell later which backbone the heads are for."""
 
 

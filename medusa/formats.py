@@ -3,7 +3,6 @@
 K heads, L residual blocks of each.
 """
 
-import json
 import re
 import warnings
 from collections.abc import Callable
@@ -15,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import CONFIG_FILE
+from .checkpoint import CONFIG_FILE, config_entries, readable
 from .config import MedusaConfig
 from .hydra_files import EMBEDDING, check_hydra, from_hydra, hydra_layers, is_hydra, sees_tokens
-from .tensor_stream import all_finite
+from .tensor_checks import check_values, listed, token_ids
 from .weight_files import head_tensors, weight_files
 
-BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-PROJECTION = re.compile(r"(\d+)\.(\d+)\.weight")
+BLOCK = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.linear\.(weight|bias)")
+PROJECTION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.weight")
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,21 @@ class PublishedHeads:
     tensors: dict[str, Tensor]
     base_model: str | None
     """Where their backbone is, if the checkpoint says so."""
+    entries: dict[str, Any]
+    """What config.json says."""
     embedding: Tensor | None = None
     """The backbone's input embedding, where it lies beside the heads."""
 
 
 def is_native(directory: Path) -> bool:
-    """Whether to read a checkpoint as this project's own: it says so, or it holds nothing else that could be heads."""
+    """Whether to read a checkpoint as this project's own: it says so, or it holds nothing else that could be heads.
+
+    Raises:
+        ValueError: it may not be read.
+    """
     file = directory / CONFIG_FILE
-    return (file.is_file() and b'"medusa_format_version"' in file.read_bytes()) or not weight_files(directory)
+    with readable(directory):
+        return (file.is_file() and b'"medusa_format_version"' in file.read_bytes()) or not weight_files(directory)
 
 
 def read_published(directory: Path) -> PublishedHeads:
@@ -51,7 +57,7 @@ def read_published(directory: Path) -> PublishedHeads:
     Raises:
         ValueError: there are no heads, they are damaged or incomplete, or of a kind that cannot be decoded here.
     """
-    entries = _entries(directory)
+    entries = config_entries(directory)
     found = head_tensors(directory)
     names = set(found)
     if is_hydra(names, entries):
@@ -63,11 +69,8 @@ def read_published(directory: Path) -> PublishedHeads:
     if kind == "vllm":
         _give_every_head_its_projection(tensors, found, num_heads, num_layers)
         projection = "own" if f"0.{num_layers}.weight" in tensors else "shared"
-    draft_vocab = _sort_draft_vocab(tensors, found.get("token_map"), num_heads, num_layers)
-    for k in range(num_heads):  # vLLM's format may leave the biases out
-        for layer in range(num_layers):
-            weight = tensors[f"{k}.{layer}.linear.weight"]
-            tensors.setdefault(f"{k}.{layer}.linear.bias", weight.new_zeros(len(weight)))
+    draft_vocab = _sort_draft_vocab(directory, tensors, found.get("token_map"), num_heads, num_layers)
+    _give_every_block_its_bias(directory, tensors, optional=kind == "vllm")
     sequential = kind == "hydra" and sees_tokens(found)
     config = MedusaConfig(
         num_heads=num_heads,
@@ -79,7 +82,7 @@ def read_published(directory: Path) -> PublishedHeads:
         projection_bias=kind == "hydra",
     )
     base = str(directory) if kind == "full model" else entries.get("base_model_name_or_path")
-    return PublishedHeads(kind, config, tensors, base, found.get(EMBEDDING) if kind == "hydra" else None)
+    return PublishedHeads(kind, config, tensors, base, entries, found.get(EMBEDDING) if kind == "hydra" else None)
 
 
 def _renamed(found: dict[str, Tensor], rename: Callable[[str], str | None], directory: Path) -> dict[str, Tensor]:
@@ -91,24 +94,9 @@ def _renamed(found: dict[str, Tensor], rename: Callable[[str], str | None], dire
             continue
         if new in tensors:
             raise ValueError(f"{directory}: two tensors are {new} of the heads, the second is {name}")
-        if not all_finite(tensor):
-            raise ValueError(f"{directory}: tensor {name} holds NaN or infinity")
+        check_values(directory, name, tensor)
         tensors[new] = tensor
     return tensors
-
-
-def _entries(directory: Path) -> dict[str, Any]:
-    """config.json, which such checkpoints may lack."""
-    file = directory / CONFIG_FILE
-    if not file.is_file():
-        return {}
-    try:
-        entries = json.loads(file.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); the checkpoint is damaged") from error
-    if not isinstance(entries, dict):
-        raise ValueError(f"{directory} holds no Medusa heads: its {CONFIG_FILE} has no entries")
-    return entries
 
 
 def _renaming(names: set[str], directory: Path) -> tuple[Callable[[str], str | None], str]:
@@ -168,16 +156,26 @@ def _count(tensors: dict[str, Tensor], directory: Path) -> tuple[int, int, str]:
     """
     blocks = {(int(m[1]), int(m[2])) for name in tensors if (m := BLOCK.fullmatch(name)) and m[3] == "weight"}
     projections = {int(m[1]) for name in tensors if (m := PROJECTION.fullmatch(name))}
+    if not blocks:
+        raise ValueError(f"{directory} holds parts of heads, but no weight of a block; copy or download it again")
     num_heads = 1 + max(k for k, _ in blocks)
     num_layers = 1 + max(layer for _, layer in blocks)
+    if num_heads > len(tensors) or num_layers > len(tensors):  # one odd name must not make us list a million
+        raise ValueError(
+            f"{directory} has a head {num_heads - 1} and a block {num_layers - 1}, but only {len(tensors)} tensors; "
+            "copy or download it again"
+        )
     missing = [f"{k}.{j}.linear.weight" for k in range(num_heads) for j in range(num_layers) if (k, j) not in blocks]
     if projections:
         missing += [f"{k}.{num_layers}.weight" for k in range(num_heads) if k not in projections]
     if missing:
         raise ValueError(
-            f"{directory} holds {num_heads} heads of {num_layers} blocks, but lacks {', '.join(missing)}; copy or "
+            f"{directory} holds {num_heads} heads of {num_layers} blocks, but lacks {listed(missing)}; copy or "
             "download it again"
         )
+    flat = [name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() != 2]
+    if flat:
+        raise ValueError(f"{directory}: {listed(flat)} must have two dimensions; copy or download it again")
     extra = sorted(projections - set(range(num_heads)))
     if extra:
         raise ValueError(f"{directory} holds projections of heads {extra}, which have no blocks; download it again")
@@ -209,15 +207,40 @@ def _give_every_head_its_projection(
         tensors |= {f"{k}.{num_layers}.weight": shared.clone() for k in range(num_heads)}
 
 
+def _give_every_block_its_bias(directory: Path, tensors: dict[str, Tensor], optional: bool) -> None:
+    """vLLM's format may leave the biases out, all of them.
+
+    Raises:
+        ValueError: one is missing where there are others, or where the format has them always.
+    """
+    weights = [name for name in tensors if name.endswith(".linear.weight")]
+    missing = [name for weight in weights if (name := weight.replace(".weight", ".bias")) not in tensors]
+    if missing and not (optional and len(missing) == len(weights)):
+        raise ValueError(f"{directory} lacks {listed(missing)}; copy or download it again")
+    for name in missing:
+        weight = tensors[name.replace(".bias", ".weight")]
+        tensors[name] = weight.new_zeros(len(weight))
+
+
 def _sort_draft_vocab(
-    tensors: dict[str, Tensor], token_map: Tensor | None, num_heads: int, num_layers: int
+    directory: Path, tensors: dict[str, Tensor], token_map: Tensor | None, num_heads: int, num_layers: int
 ) -> list[int] | None:
-    """Put the projections' rows in the order of their token ids; returns these."""
+    """Put the projections' rows in the order of their token ids; returns these.
+
+    Raises:
+        ValueError: there is not one id for each row.
+    """
     if token_map is None:
         return None
-    ids, order = token_map.long().sort()
+    ids, order = torch.tensor(token_ids(directory, "token_map", token_map), dtype=torch.long).sort()
     for k in range(num_heads):
         name = f"{k}.{num_layers}.weight"
+        if name not in tensors or len(tensors[name]) != len(ids):
+            has = f"{len(tensors[name])} rows" if name in tensors else "none"
+            raise ValueError(
+                f"{directory}: token_map has {len(ids)} ids, but the projection {name} has {has}; copy or download it "
+                "again"
+            )
         tensors[name] = tensors[name][order]
     return [int(token) for token in ids]
 
@@ -242,7 +265,7 @@ def match_backbone(tensors: dict[str, Tensor], expected: dict[str, Tensor], sour
             continue
         if stored.shape == tensor.shape[::-1]:
             raise ValueError(f"{source}: {name} has shape {tuple(stored.shape)}: it is transposed; store {name}.T")
-        if stored.shape[1:] == tensor.shape[1:]:
+        if stored.dim() == 2 and stored.shape[1:] == tensor.shape[1:]:
             raise ValueError(
                 f"{source}: {name} has {len(stored)} rows, but the backbone's LM head has {len(tensor)}: the "
                 "vocabulary was padded or extended; use the backbone that the heads were trained on"

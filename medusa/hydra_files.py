@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .checkpoint import fingerprint
+from .compatibility import fingerprint
 
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.(?:weight|bias))")
 PROJECTION = re.compile(r"hydra_lm_head\.(\d+)\.(weight|bias)")

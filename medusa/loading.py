@@ -1,4 +1,4 @@
-"""Load backbones, adapters and tokenizers, and see that heads get the backbone they were made for."""
+"""Load backbones, adapters and tokenizers."""
 
 import os
 from pathlib import Path
@@ -15,8 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .backbone import Backbone
-from .checkpoint import fingerprint
+from .checkpoint import readable
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -31,8 +30,8 @@ AutoConfig.register("medusa", HeadsConfig, exist_ok=True)  # a serving engine in
 
 
 def found_from_everywhere(name_or_path: str) -> str:
-    """A hub id as it is, a directory by its absolute path."""
-    return os.path.abspath(name_or_path) if Path(name_or_path).is_dir() else name_or_path
+    """A hub id as it is, a directory by its absolute path; nothing stays nothing."""
+    return os.path.abspath(name_or_path) if name_or_path and Path(name_or_path).is_dir() else name_or_path
 
 
 def local_directory(path_or_hub_id: str | Path) -> Path:
@@ -41,8 +40,9 @@ def local_directory(path_or_hub_id: str | Path) -> Path:
     Raises:
         ValueError: there is neither such a directory nor such a repository.
     """
-    if Path(path_or_hub_id).is_dir():
-        return Path(path_or_hub_id)
+    with readable(Path(path_or_hub_id)):
+        if Path(path_or_hub_id).is_dir():
+            return Path(path_or_hub_id)
     try:
         return Path(snapshot_download(str(path_or_hub_id)))
     except Exception as error:  # the hub client raises a dozen kinds, all mean the same here
@@ -123,24 +123,3 @@ def load_tokenizer(name_or_path: str) -> Any:
         return AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the tokenizer of {name_or_path!r}: {error}") from error
-
-
-def check_backbone(directory: Path, entries: dict[str, Any], backbone: Backbone) -> None:
-    """Refuse a backbone that the heads were not made for.
-
-    Raises:
-        ValueError: hidden size, vocabulary or LM head differ, with both values.
-    """
-    for key, actual in (("hidden_size", backbone.hidden_size), ("vocab_size", backbone.vocab_size)):
-        if key in entries and entries[key] != actual:
-            raise ValueError(
-                f"{directory} was made for a backbone with {key} {entries[key]}, this one has {actual}; "
-                f"use {entries.get('base_model_name_or_path')!r}"
-            )
-    expected = torch.tensor(entries.get("backbone_fingerprint", []))
-    found = torch.tensor(fingerprint(backbone.lm_weight))
-    if len(expected) and not torch.allclose(found, expected, rtol=0.02, atol=1e-4):
-        raise ValueError(
-            f"{directory} was made for a backbone with another LM head, so its guesses would be wrong; "
-            f"use {entries.get('base_model_name_or_path')!r}"
-        )

@@ -1,6 +1,5 @@
 """A backbone with heads."""
 
-import hashlib
 import json
 import tempfile
 from pathlib import Path
@@ -20,18 +19,19 @@ from .checkpoint import (
     HEADS_FILE,
     PROVENANCE_FILE,
     atomic_directory,
-    check_tensors,
-    fingerprint,
     heads_config,
     read_config,
     read_heads,
+    tokenizer_size,
     write_heads,
 )
+from .compatibility import backbone_facts, check_backbone, template_fact
 from .config import MedusaConfig
 from .formats import is_native, match_backbone, read_published
 from .heads import MedusaHeads
 from .hydra_files import check_embedding
-from .loading import check_backbone, fold_adapter, found_from_everywhere, load_backbone, local_directory
+from .loading import fold_adapter, found_from_everywhere, load_backbone, local_directory
+from .tensor_checks import check_counts, check_tensors
 from .tree_search import TREE_FILE, SearchedTree
 
 if TYPE_CHECKING:
@@ -118,11 +118,12 @@ class MedusaModel(nn.Module):
             return cls._from_published(directory, dtype, device_map, backbone)
         entries = read_config(directory)
         tensors, draft_vocab = read_heads(directory)
+        config = heads_config(entries, draft_vocab)
+        check_counts(directory / HEADS_FILE, tensors, config)
         if backbone is None:
             own = directory / BACKBONE_FOLDER
             name = str(own) if own.is_dir() else entries.get("base_model_name_or_path")
             backbone = load_backbone(name, dtype, device_map)
-        config = heads_config(entries, draft_vocab)
         parts = Backbone(backbone)
         check_backbone(directory, entries, parts)
         if (directory / ADAPTER_FOLDER).is_dir():
@@ -130,7 +131,7 @@ class MedusaModel(nn.Module):
         model = cls._empty(parts, config)
         check_tensors(directory / HEADS_FILE, tensors, model.heads.state_dict())
         model.heads.load(tensors, parts.lm_weight)
-        model.limit_tokens(entries.get("tokenizer_size", parts.vocab_size))
+        model.limit_tokens(tokenizer_size(directory, entries, parts.vocab_size))
         if (directory / TREE_FILE).exists():
             model.searched_tree = SearchedTree.load(directory)
         return model
@@ -158,6 +159,8 @@ class MedusaModel(nn.Module):
             check_embedding(found.embedding, parts.root_table, directory)
         tensors = match_backbone(found.tensors, model.heads.state_dict(), directory)
         check_tensors(directory, tensors, model.heads.state_dict())
+        if "backbone_fingerprint" in found.entries:  # exported from a native checkpoint
+            check_backbone(directory, found.entries, parts)
         model.heads.load(tensors, parts.lm_weight)
         if (directory / TREE_FILE).exists():
             model.searched_tree = SearchedTree.load(directory)
@@ -196,13 +199,10 @@ class MedusaModel(nn.Module):
         """
         facts = {
             "base_model_name_or_path": found_from_everywhere(self.model.config._name_or_path),
-            "hidden_size": self.backbone.hidden_size,
-            "vocab_size": self.backbone.vocab_size,
-            "backbone_fingerprint": fingerprint(self.backbone.lm_weight),
+            **backbone_facts(self.backbone),
         }
-        if tokenizer is not None and tokenizer.chat_template:
-            facts["chat_template_sha256"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
         if tokenizer is not None:
+            facts |= template_fact(tokenizer)
             facts["tokenizer_size"] = max(tokenizer.get_vocab().values()) + 1
         elif self.known_tokens < self.backbone.vocab_size:
             facts["tokenizer_size"] = self.known_tokens

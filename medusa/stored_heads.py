@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .checkpoint import DRAFT_VOCAB, HEADS_FILE, check_tensors, heads_config, read_config
+from .checkpoint import DRAFT_VOCAB, HEADS_FILE, heads_config, heads_file, opened, read_config
 from .heads import LogitTransform, MedusaHead, MedusaHeads
-from .tensor_stream import all_finite
+from .tensor_checks import check_counts, check_tensors, check_values, token_ids
 
 
 class StoredHeads:
@@ -28,13 +27,18 @@ class StoredHeads:
         """What config.json says."""
         self._handle = handle
         self.shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
-        vocab = tuple(handle.get_tensor(DRAFT_VOCAB).tolist()) if self.shapes.pop(DRAFT_VOCAB, None) else None
+        vocab = None
+        if self.shapes.pop(DRAFT_VOCAB, None) is not None:
+            vocab = token_ids(directory / HEADS_FILE, DRAFT_VOCAB, handle.get_tensor(DRAFT_VOCAB))
         for name in ("hidden_size", "vocab_size"):
-            if not isinstance(entries.get(name), int):
-                raise ValueError(f"{directory}/config.json has no {name}; the checkpoint is damaged, copy it again")
+            if not isinstance(entries.get(name), int) or entries[name] < 1:
+                raise ValueError(
+                    f"{directory}/config.json has no usable {name}; the checkpoint is damaged, copy it again"
+                )
         self.hidden_size: int = entries["hidden_size"]
         self.vocab_size: int = entries["vocab_size"]
         self.config = heads_config(entries, vocab)
+        check_counts(directory / HEADS_FILE, self.shapes, self.config)
         self.has_bias = f"0.{self.config.num_layers}.bias" in self.shapes
         """Whether the heads' own projections have biases, as the LM head had."""
         described = self._empty_heads().state_dict()
@@ -50,8 +54,7 @@ class StoredHeads:
         """
         tensor = self._handle.get_tensor(name)
         assert isinstance(tensor, Tensor)
-        if not all_finite(tensor):
-            raise ValueError(f"{self.directory / HEADS_FILE}: tensor {name} holds NaN or infinity")
+        check_values(self.directory / HEADS_FILE, name, tensor)
         return tensor
 
     def head(self, k: int) -> MedusaHead:
@@ -76,12 +79,5 @@ def open_heads(directory: Path) -> Iterator[StoredHeads]:
         ValueError: the checkpoint is missing or damaged.
     """
     entries = read_config(directory)
-    file = directory / HEADS_FILE
-    if not file.is_file():
-        raise ValueError(f"{directory} has no {HEADS_FILE}: the checkpoint is incomplete, copy or download it again")
-    try:
-        opened = safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
-    with opened as handle:
+    with opened(heads_file(directory)) as handle:
         yield StoredHeads(directory, entries, handle)

@@ -1,13 +1,13 @@
 """The files that published heads lie in: safetensors, in one piece or in shards, or pickles of tensors alone."""
 
-import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from .checkpoint import opened, read_json, readable
 
 HEADS_ALONE = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt")
 MODELS = ("model.safetensors", "pytorch_model.bin")
@@ -22,9 +22,10 @@ def head_tensors(directory: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: there is no such file, it is damaged, or it is a pickle with more than tensors in it.
     """
-    if not directory.is_dir():
-        raise ValueError(f"there is no directory {directory}; give the path of a Medusa checkpoint or its hub id")
-    files = weight_files(directory)
+    with readable(directory):
+        if not directory.is_dir():
+            raise ValueError(f"there is no directory {directory}; give the path of a Medusa checkpoint or its hub id")
+        files = weight_files(directory)
     if not files:
         raise ValueError(f"{directory} holds no heads: none of {', '.join((*HEADS_ALONE, INDEX, *MODELS))} is there")
     found: dict[str, Tensor] = {}
@@ -49,10 +50,11 @@ def weight_files(directory: Path) -> list[Path]:
 def _shards(directory: Path) -> list[Path]:
     """The files that an index names, all of them inside the directory."""
     index = directory / INDEX
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{index} is no index of shards ({error}); download it again") from error
+    entries = read_json(index)
+    places = entries.get("weight_map") if isinstance(entries, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) and "\0" not in name for name in places.values()):
+        raise ValueError(f"{index} is no index of shards: its weight_map does not name files; download it again")
+    names = sorted(set(places.values()))
     # Downloads of the hub are links into its cache, which lies beside the snapshots.
     roots = {directory.resolve(), directory.resolve().parent.parent / "blobs"}
     for name in names:
@@ -65,14 +67,13 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    with readable(file), file.open("rb"):
+        pass
     if file.suffix == ".safetensors":
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 (not a dict)
-                    if not name.startswith(BACKBONE_PARTS):
-                        yield name, handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
+        with opened(file) as handle:
+            for name in handle.keys():  # noqa: SIM118 (not a dict)
+                if not name.startswith(BACKBONE_PARTS):
+                    yield name, handle.get_tensor(name)
         return
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True)
@@ -81,7 +82,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
             f"{file} is a pickle that runs code when it is opened, so it was not opened; ask its author for "
             "safetensors or a plain state dict"
         ) from error
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+    except Exception as error:  # a damaged pickle raises a dozen kinds
         raise ValueError(f"{file} is damaged ({error}); copy or download it again") from error
     if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
         raise ValueError(f"{file} holds no state dict: names and tensors are expected")

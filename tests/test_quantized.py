@@ -9,7 +9,7 @@ from chatml import save_tiny_chat_model
 from training import log, run, write_chats
 
 from medusa import MedusaModel
-from medusa.checkpoint import fingerprint
+from medusa.compatibility import fingerprint
 from medusa.train import loop as loop_module
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install medusa-heads[quantization])")

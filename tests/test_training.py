@@ -278,3 +278,16 @@ def test_heads_like_those_of_the_hydra_repository_learn_and_learn_on(
     assert MedusaModel.from_pretrained(first).config.embedding_scale == "raw"
     run(model_path, data, tmp_path / "second", *options, "optimization.max_steps=1", f"heads.init_from={first}")
     assert log(tmp_path / "second")[0]["loss"] < 0.9 * log(tmp_path / "first")[0]["loss"]
+
+
+def test_heads_that_start_on_another_backbone_are_told(model_path: Path, data: Path, tmp_path: Path) -> None:
+    first = run(model_path, data, tmp_path / "first", "optimization.max_steps=1")
+    entries = json.loads((first / "config.json").read_text())
+    entries["backbone_fingerprint"][0] += 1
+    entries["chat_template_sha256"] = "0" * 64
+    (first / "config.json").write_text(json.dumps(entries))
+    with (
+        pytest.warns(UserWarning, match=r"another backbone than .*another LM head"),
+        pytest.warns(UserWarning, match=r"another chat template"),
+    ):
+        run(model_path, data, tmp_path / "second", "optimization.max_steps=1", f"heads.init_from={first}")

@@ -1,12 +1,16 @@
 """The heads that a run starts from: of what shape, and whose weights."""
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from medusa.checkpoint import HEADS_FILE, check_tensors, heads_config, read_config, read_heads
+from medusa.checkpoint import HEADS_FILE, heads_config, read_config, read_heads
+from medusa.compatibility import backbone_differences, warn_of_template
 from medusa.config import MedusaConfig
-from medusa.heads import MedusaHeads
+from medusa.model import MedusaModel
+from medusa.tensor_checks import check_tensors
 
 from .config import TrainConfig
 from .supervision import IGNORE, TrainingRow
@@ -35,19 +39,30 @@ def initial_config(config: TrainConfig, rows: list[TrainingRow]) -> MedusaConfig
     )
 
 
-def init_heads(heads: MedusaHeads, directory: Path) -> None:
-    """Start from the heads of a checkpoint.
+def init_heads(model: MedusaModel, tokenizer: Any, config: TrainConfig) -> None:
+    """Start from the heads of a checkpoint. Those of another backbone of these sizes may learn; that is only said.
 
     Raises:
         ValueError: it is missing or damaged, or its heads are of another shape; every tensor that differs is named.
             Or they saw embeddings at another scale, which no shape tells.
     """
+    assert config.heads.init_from is not None, "the caller has looked"
+    directory = Path(config.heads.init_from)
     tensors, vocab = read_heads(directory)
-    check_tensors(directory / HEADS_FILE, tensors, heads.state_dict())
-    scale = heads_config(read_config(directory), vocab).embedding_scale
-    if scale != heads.config.embedding_scale:
+    check_tensors(directory / HEADS_FILE, tensors, model.heads.state_dict())
+    entries = read_config(directory)
+    scale = heads_config(entries, vocab).embedding_scale
+    if scale != model.config.embedding_scale:
         raise ValueError(
             f"the heads of {directory} see embeddings at {scale} scale, those of this run at "
-            f"{heads.config.embedding_scale}; set heads.embedding_scale={scale}"
+            f"{model.config.embedding_scale}; set heads.embedding_scale={scale}"
         )
-    heads.load_state_dict(tensors)
+    wrong, doubtful = backbone_differences(directory, entries, model.backbone)
+    if wrong or doubtful:
+        warnings.warn(
+            f"heads.init_from: {directory} was made for another backbone than {config.backbone.path}: "
+            f"{'; '.join(wrong + doubtful)}; its heads start from guesses that may be wrong",
+            stacklevel=2,
+        )
+    warn_of_template(directory, entries, tokenizer, config.backbone.path)
+    model.heads.load_state_dict(tensors)

@@ -139,7 +139,7 @@ def prepare(config: TrainConfig, decode: Decode | None) -> Run:
     model = MedusaModel.attach(backbone, initial_config(config, rows))
     model.heads.float()
     if config.heads.init_from is not None:
-        init_heads(model.heads, Path(config.heads.init_from))
+        init_heads(model, tokenizer, config)
     states = hidden_states(config, config.data.train, model.backbone, rows, accelerator)
     held_out = None
     decodes = decode is not None and config.output.decode_prompts > 0
