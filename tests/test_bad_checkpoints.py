@@ -323,7 +323,7 @@ def test_a_draft_vocabulary_that_is_none_is_named(backbone: PreTrainedModel, tmp
 
 @pytest.mark.parametrize(
     "ids",
-    [torch.rand(VOCAB), torch.arange(5), torch.ones(2, 2, dtype=torch.long), torch.tensor(3)],
+    [torch.full((VOCAB,), 0.5), torch.arange(5), torch.ones(2, 2, dtype=torch.long), torch.tensor(3)],
     ids=["f", "5", "2d", "0d"],
 )
 def test_a_token_map_that_does_not_fit_is_named(

@@ -73,13 +73,13 @@ def answer(
 def likeliest(backbone: Backbone, hidden: Tensor) -> Tensor:
     """The backbone's greedy tokens, from slices of the vocabulary: [n, D] -> [n]."""
     width = max(1, LOGITS // len(hidden))
-    weights = backbone.lm_weight.split(width)
-    biases = [None] * len(weights) if backbone.lm_bias is None else backbone.lm_bias.split(width)
     scores, tokens = [], []
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        score, token = backbone.transform(F.linear(hidden, weight, bias)).max(dim=-1)
+    for start in range(0, len(backbone.lm_weight), width):
+        part = slice(start, start + width)
+        bias = None if backbone.lm_bias is None else backbone.lm_bias[part]
+        score, token = backbone.transform(F.linear(hidden, backbone.lm_weight[part], bias)).max(dim=-1)
         scores.append(score)
-        tokens.append(token + i * width)
+        tokens.append(token + start)
     best = torch.stack(scores).argmax(dim=0, keepdim=True)  # [1, n]
     return torch.stack(tokens).gather(0, best)[0]
 
