@@ -310,7 +310,9 @@ def test_a_native_configuration_without_counts_is_refused(backbone: PreTrainedMo
 
 
 @pytest.mark.parametrize(
-    "ids", [torch.full((4,), 0.5), torch.ones(2, 2, dtype=torch.long), torch.tensor(3), torch.tensor([5, 3, 4, 50])], ids=str
+    "ids",
+    [torch.full((4,), 0.5), torch.ones(2, 2, dtype=torch.long), torch.tensor(3), torch.tensor([5, 3, 4, 50])],
+    ids=str,
 )
 def test_a_draft_vocabulary_that_is_none_is_named(backbone: PreTrainedModel, tmp_path: Path, ids: Tensor) -> None:
     tiny_medusa(backbone, num_heads=1, draft_vocab=(0, 3, 4, 50)).save_pretrained(tmp_path / "heads")
